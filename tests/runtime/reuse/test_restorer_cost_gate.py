@@ -8,10 +8,10 @@ from rekindle.engine.base import Sequence
 from rekindle.kvcache.plan import Plan
 from rekindle.protocol.events import Reason
 from rekindle.runtime.reuse.restorer import (
-    LAST_TIMES,
-    LEAST_BYTES,
-    LEAST_TIMES,
-    TRIED_AGAIN,
+    MAX_SAMPLES,
+    MIN_SAMPLES,
+    MIN_TRANSFER_BYTES,
+    RETRY_EVERY,
     CostGate,
 )
 from tests.support.fake import CELL_BYTES, FakeEngine
@@ -30,16 +30,16 @@ def harness() -> RuntimeHarness:
     return harness
 
 
-def learn(gate: CostGate, *, token_s: float, byte_s: float, times: int = LAST_TIMES) -> None:
+def learn(gate: CostGate, *, token_s: float, byte_s: float, times: int = MAX_SAMPLES) -> None:
     """Report the same speed often enough to fill the gate's memory, at any depth."""
     for _ in range(times):
         for bits in range(10):
             gate.learn_computing(1 << bits, 100, 100 * token_s)
-        gate.learn_restoring(LEAST_BYTES, LEAST_BYTES * byte_s)
+        gate.learn_restoring(MIN_TRANSFER_BYTES, MIN_TRANSFER_BYTES * byte_s)
 
 
 def test_a_new_gate_restores_everything(harness: RuntimeHarness) -> None:
-    learn(harness.kv.cost_gate, token_s=1e-6, byte_s=10.0, times=LEAST_TIMES - 1)
+    learn(harness.kv.cost_gate, token_s=1e-6, byte_s=10.0, times=MIN_SAMPLES - 1)
     assert harness.ask([*PROMPT, 7], max_tokens=1).reused == len(PROMPT)
 
 
@@ -70,7 +70,7 @@ def test_a_small_gain_does_not_justify_computing_again(harness: RuntimeHarness) 
 def test_a_short_slowdown_does_not_change_the_decision(harness: RuntimeHarness) -> None:
     gate = harness.kv.cost_gate
     learn(gate, token_s=1e-3, byte_s=1e-9, times=1)
-    learn(gate, token_s=1e-3, byte_s=10.0, times=LAST_TIMES - 1)
+    learn(gate, token_s=1e-3, byte_s=10.0, times=MAX_SAMPLES - 1)
     assert harness.ask([*PROMPT, 7], max_tokens=1).reused == len(PROMPT)
 
 
@@ -85,7 +85,7 @@ def test_a_plan_is_cut_where_it_saves_the_most_time(harness: RuntimeHarness) -> 
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     assert len(plan.blocks) == BLOCKS
     learn(gate, token_s=10.0, byte_s=0.05)
-    for _ in range(LAST_TIMES):
+    for _ in range(MAX_SAMPLES):
         gate.learn_computing(400, 100, 100 * 1e-6)
     cut = gate.apply(plan, may_cut=True)
     assert 0 < len(cut.blocks) < BLOCKS
@@ -98,15 +98,15 @@ def test_a_plan_is_cut_where_it_saves_the_most_time(harness: RuntimeHarness) -> 
 def test_each_tier_has_its_own_measured_speed(harness: RuntimeHarness) -> None:
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     learn(gate, token_s=1e-3, byte_s=1e-9)
-    for _ in range(LEAST_TIMES):
-        gate.learn_reading("disk", LEAST_BYTES, LEAST_BYTES * 1.0)
+    for _ in range(MIN_SAMPLES):
+        gate.learn_reading("disk", MIN_TRANSFER_BYTES, MIN_TRANSFER_BYTES * 1.0)
     assert gate.apply(plan, may_cut=True).blocks == plan.blocks  # the blocks are in RAM
 
 
 def test_short_transfers_are_not_measured(harness: RuntimeHarness) -> None:
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     learn(gate, token_s=1e-6, byte_s=1e-9)
-    for _ in range(LAST_TIMES):
+    for _ in range(MAX_SAMPLES):
         gate.learn_restoring(1000, 10.0)
         gate.learn_reading("ram", 1000, 10.0)
     assert gate.apply(plan, may_cut=True) is plan
@@ -117,5 +117,5 @@ def test_every_sixteenth_plan_is_restored_to_measure_again(
 ) -> None:
     gate, plan = harness.kv.cost_gate, plan_of(harness)
     learn(gate, token_s=1e-6, byte_s=1.0)
-    cut = [gate.apply(plan, may_cut=True).is_cut for _ in range(3 * TRIED_AGAIN)]
+    cut = [gate.apply(plan, may_cut=True).is_cut for _ in range(3 * RETRY_EVERY)]
     assert cut.count(False) == 3

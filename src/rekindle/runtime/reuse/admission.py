@@ -1,4 +1,4 @@
-"""How turns come into the engine: a sequence each, with all in it that can be reused."""
+"""Admits turns: plans their reuse, reserves KV cells, and gives each turn a sequence."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ from rekindle.runtime.encode.precision import KvFormat
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.schedule.turn import Checkpoints, Offloaded, Requantisation, Turn
 
-# ----------------------------------------------------------------------
-# A turn's state from cells of one type into cells of another, while it goes on.
-#
-# When a sequence goes beyond the start of quantisation, all that it holds is written again in
-# smaller cells, a slice a step; nothing is computed twice.
+HEADROOM_TOKENS = 64  # cells that are reserved for the reply when a turn starts
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What a started turn has reused."""
+
+    plan: Plan[Sequence]
+    reused_tokens: int
+    tier: str | None  # the slowest tier that state came from; None: nothing was reused
 
 
 class Requantiser:
-    """Carries requantisations on, within the step's budget."""
+    """Copies a sequence to another KV type, block by block within the step's budget.
+
+    Nothing is computed again.
+    """
 
     def __init__(self, engine: Engine, counts: Counts, budget: StepBudget) -> None:
         self._engine = engine
@@ -34,7 +42,7 @@ class Requantiser:
         self._can_truncate = engine.capabilities.can_truncate
 
     def advance(self, requantisation: Requantisation, kv_type: KvType) -> bool:
-        """Go on; True when all is over there and the source is closed. Raises NoMemory."""
+        """Return True when everything is copied and the source is closed. Raises NoMemory."""
         source = requantisation.source
         try:
             if requantisation.into is None:
@@ -46,7 +54,7 @@ class Requantiser:
                     return False
                 self._move_block(source, requantisation.into)
         except PoolFull:
-            return False  # others will end and make room
+            return False  # wait until other turns end
         self._engine.sequences.close(source)
         return True
 
@@ -63,21 +71,8 @@ class Requantiser:
         self._counts.transcoded_tokens += stop - start
 
 
-HEADROOM_TOKENS = 64  # cells a turn is sure of for its reply when it starts
-MOST_PLANS = 3  # that a turn makes because what it wanted to resume from was gone
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """What a started turn was really given, and where it came from."""
-
-    plan: Plan[Sequence]
-    reused_tokens: int
-    tier: str | None  # the slowest that gave something
-
-
 class Admission:
-    """Plans, makes room, opens a sequence and brings in what is reused, a slice a step."""
+    """Takes a turn from its plan to a sequence that holds the reused prefix."""
 
     def __init__(self, engine: Engine, store: Store, planner: Planner, kv: KvManager) -> None:
         self._engine = engine
@@ -89,8 +84,10 @@ class Admission:
         self._requantiser = Requantiser(engine, kv.counts, kv.budget)
 
     def plan(self, turn: Turn, running: list[Turn], *, parked: bool = True) -> Plan[Sequence]:
-        """The longest prefix that can be reused, of what is stored and of what is here, be it
-        parked or not; the turn knows then which cells it begins in."""
+        """Find the longest reusable prefix, and set the KV format that the turn starts with.
+
+        `parked=False` ignores sequences that are parked in host memory.
+        """
         route = self._planner.route(turn, lambda kv_format: self._live(kv_format, running, parked))
         turn.kv_format, turn.requantise_at = route.kv_format, route.requantise_at
         may_cut = self._capabilities.can_truncate and not turn.request.exact
@@ -107,59 +104,61 @@ class Admission:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))
         idle = [idle for idle in self._idle if idle.namespace in allowed]
         idle = [each for each in idle if parked or not each.sequence.is_parked]
-        for each in sorted(idle, key=lambda each: each.sequence.is_parked):  # the nearest first
+        for each in sorted(idle, key=lambda each: each.sequence.is_parked):  # device first
             yield Live(each.sequence, each.tokens, is_copied=each.sequence.is_parked)
 
     def reserve(
         self, turn: Turn, plan: Plan[Sequence], others: list[Turn]
     ) -> Plan[Sequence] | None:
-        """Make sure that this turn and the others can finish their prompts; nothing is evicted
-        unless they can. The plan to carry out; None: there is no room now."""
+        """Reserve cells so that this turn and the others can finish their prompts.
+
+        Returns the plan to carry out, or None if there is no room now. Nothing is evicted unless
+        that makes enough room.
+        """
         if turn.request.exact:
             return plan
         idle, kv_type = self._idle.of(turn.kv_format.kv_type), turn.kv_format.kv_type
         shared = [other for other in others if other.cells_in(kv_type)]
-        tokens = (
-            len(turn.tokens)
-            if turn.requantise_at is None
-            else min(turn.requantise_at, len(turn.tokens))
-        )
+        tokens = len(turn.tokens)
+        if turn.requantise_at is not None:
+            tokens = min(tokens, turn.requantise_at)
         headroom = min(turn.output.remaining_tokens, HEADROOM_TOKENS)
         is_parked = plan.share is not None and plan.share.is_parked
         if plan.share is not None and is_parked:
-            tokens = max(tokens, plan.share.length)  # all of it is copied, then cut
-        needed = tokens - self._free_of_charge(turn, plan) + headroom
+            tokens = max(tokens, plan.share.length)  # it is copied whole and truncated afterwards
+        needed = tokens - self._tokens_in_place(turn, plan) + headroom
         needed += _wanted_tokens(shared, kv_type)
         max_idle = self._kv.max_sequences - len(shared) - 1
         if not shared and (plan.blocks or is_parked):
             idle.park_fragments(plan.share)
         if idle.could_make_room(needed, max_idle, plan.share):
             return plan if idle.make_room(needed, max_idle, plan.share) else None
-        if is_parked:  # all of it takes room
-            running = [
-                other for other in others if not other.restoration and not other.requantisation
-            ]
+        if is_parked:  # try again without the copy of the parked sequence
+            running = [each for each in others if not each.restoration and not each.requantisation]
             return self.reserve(turn, self.plan(turn, running, parked=False), others)
         if others:
             return None
         has_room = idle.make_room(len(turn.tokens) + HEADROOM_TOKENS, max_idle)
         if not has_room and len(idle):
-            return None  # the next step goes on
-        return self.plan(turn, others, parked=False)  # nor with what it had counted on
+            return None  # the next step evicts more
+        return self.plan(turn, others, parked=False)  # the planned source may be evicted
 
-    def _free_of_charge(self, turn: Turn, plan: Plan[Sequence]) -> int:
-        """Tokens that are shared and take no cells more: none of a parked source, and where
-        sequences have cells of their own none unless the source is closed at once."""
+    def _tokens_in_place(self, turn: Turn, plan: Plan[Sequence]) -> int:
+        """Number of prompt tokens that reuse existing cells.
+
+        A parked source has to be copied. If sequences cannot share cells, only a source that the
+        turn takes over is reused in place.
+        """
         if plan.share is None or plan.share.is_parked:
             return 0
         if self._capabilities.shares_cells:
             return plan.shared_tokens
         idle, namespace = self._idle.of(turn.kv_format.kv_type), turn.kv_format.namespace
-        is_over = idle.sequences.supersedes(plan.share, plan.shared_tokens, namespace)
-        return plan.shared_tokens if is_over else 0
+        takes_over = idle.sequences.supersedes(plan.share, plan.shared_tokens, namespace)
+        return plan.shared_tokens if takes_over else 0
 
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
-        """Give the turn a sequence, with what the plan shares in it; `restore` brings the rest."""
+        """Give the turn a sequence with the shared prefix. `restore` adds the stored blocks."""
         kv_format, source, shared_tokens = turn.kv_format, plan.share, plan.shared_tokens
         turn.offloaded = Offloaded(0, kv_format.namespace)
         if source is not None and self._idle.supersede(source, shared_tokens, kv_format.namespace):
@@ -173,25 +172,27 @@ class Admission:
         turn.restoration = self._kv.restorer.begin(plan)
 
     def restore(self, turn: Turn) -> bool:
-        """Bring in what the plan restores, as far as this step may; True when that is over."""
+        """Restore blocks within the step's budget. Returns True when restoring has ended."""
         assert turn.restoration is not None
         assert turn.sequence is not None
         return self._kv.restorer.advance(turn.restoration, turn.sequence)
 
     def wait_s(self, turn: Turn) -> float | None:
-        """How long a tier still has to answer the turn; None: it waits for none."""
+        """Time left for a tier to answer, or None if the turn does not wait for a tier."""
         return self._kv.restorer.wait_s(turn.restoration) if turn.restoration else None
 
     def placed(self, turn: Turn) -> Placed | None:
-        """What a turn got, its restoration being over; None: it has to plan again, for what it was
-        to resume from is not there any more."""
+        """Return what the turn has reused, after restoring has ended.
+
+        None: its checkpoint is gone, so it has to be planned again.
+        """
         restoration, sequence = turn.restoration, turn.sequence
         assert restoration is not None
         assert sequence is not None
         turn.restoration, plan = None, restoration.plan
         turn.problem = restoration.problem or turn.problem
         turn.plans += 1
-        if not self._cut(turn, sequence, plan) and turn.plans < MOST_PLANS:
+        if not self._truncate(turn, sequence, plan) and turn.plans < 3:  # else it starts at 0
             self._engine.sequences.close(sequence)
             turn.sequence = None
             return None
@@ -204,8 +205,10 @@ class Admission:
         return Placed(plan, sequence.length, tier if sequence.length else None)
 
     def requantise(self, turn: Turn, others: list[Turn]) -> bool:
-        """Bring a turn's state over into the cells that it goes on in, as far as this step may;
-        True when it is there. Raises NoMemory."""
+        """Requantise a turn's state within the step's budget. Returns True when it is complete.
+
+        Raises NoMemory.
+        """
         target, sequence = turn.precision.target, turn.sequence
         assert target is not None
         assert sequence is not None
@@ -224,21 +227,21 @@ class Admission:
         turn.offloaded = Offloaded(0, target.namespace)
         return True
 
-    def _cut(self, turn: Turn, sequence: Sequence, plan: Plan[Sequence]) -> bool:
-        """Leave what can be gone on from; False: nothing can, where there was to be something."""
+    def _truncate(self, turn: Turn, sequence: Sequence, plan: Plan[Sequence]) -> bool:
+        """Truncate to where the turn can resume. False: the planned checkpoint is gone."""
         is_whole = sequence.length >= plan.reused_tokens
         if is_whole:
             keep = plan.reused_tokens
         elif not self._capabilities.can_truncate:
-            keep = 0  # there is no checkpoint
+            keep = 0
         else:
             keep = self._whole_steps(turn, sequence.length)
         self._engine.sequences.truncate(sequence, keep)
         return is_whole or self._capabilities.can_truncate
 
     def _whole_steps(self, turn: Turn, tokens: int) -> int:
-        """The most tokens, up to so many, after which a turn may go on: no canonical step is cut,
-        and no picture that is computed whole."""
+        """The last position up to `tokens` that splits no canonical step of an exact turn, and no
+        image that must be computed whole."""
         grain = self._capabilities.step_tokens if turn.request.exact else 1
         if not self._capabilities.whole_pictures:
             return tokens - tokens % grain
@@ -254,10 +257,10 @@ class Admission:
             turn.encoded.prompt, self._capabilities, exact=turn.request.exact, held=held
         )
         if plan.matched_tokens - held >= self._capabilities.block_tokens:
-            places.add(plan.matched_tokens)  # conversations part here: there may be more of them
+            places.add(plan.matched_tokens)  # conversations diverge here, and more may follow
         return places
 
 
 def _wanted_tokens(turns: list[Turn], kv_type: KvType) -> int:
-    """Cells that these turns still need for their prompts, and are sure of for their replies."""
+    """Cells that these turns need for the rest of their prompts and for their headroom."""
     return sum(turn.wanted_tokens(kv_type, HEADROOM_TOKENS) for turn in turns)

@@ -1,7 +1,7 @@
-"""Stored state into the engine: blocks fetched from lower tiers a window at a time, then restored.
+"""Restores stored blocks into sequences, and decides whether restoring beats computing.
 
-A turn restores one window while the next ones are read. What waits in memory is bounded by the
-store, how long a turn waits by a deadline, and how much one step restores by its budget.
+A turn restores one window of blocks while the next ones are read. The store limits the memory of
+fetched blocks, a deadline limits the wait for a tier, and each step restores within its budget.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import replace
 from math import inf
 
 from rekindle.engine.base import Blob, Engine, Sequence
-from rekindle.engine.base import Sequence as EngineSequence
 from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
 from rekindle.kvcache.block import Block, WriteBack
 from rekindle.kvcache.plan import Plan
@@ -24,25 +23,23 @@ from rekindle.protocol.events import Reason
 from rekindle.runtime.device.offload import Counts, StepBudget
 from rekindle.runtime.schedule.turn import Restoration
 
-# ----------------------------------------------------------------------
-# Restoring must beat computing: decided for each request by what this machine has shown.
-#
-# A small model on a fast device computes a prompt sooner than a slow disk brings it. What is known
-# of the two are the fastest of the last few times, so that a moment's load decides nothing.
+MAX_SAMPLES = 8  # measurements that are kept of each kind
+MIN_SAMPLES = 3  # with fewer measurements, the speed counts as unknown
+MIN_TRANSFER_BYTES = 16 << 20  # shorter transfers measure latency, not throughput
+RETRY_EVERY = 16  # one in this many cut plans is restored whole, to measure again
+FETCH_TIMEOUT_S = 10.0  # for one window; afterwards its blocks are computed
 
-LAST_TIMES = 8  # that are remembered of each kind
-LEAST_TIMES = 3  # with fewer nothing is known
-LEAST_ROWS = 64  # of a step that shows how fast prompts are computed
-LEAST_BYTES = 16 << 20  # of a transfer that shows how fast tiers are: short ones show latencies
-LEAST_GAIN_S = 0.2  # for less nothing is computed again
-TRIED_AGAIN = 16  # of so many plans that would be cut one is not: it may pay by now
+NowS = Callable[[], float]
 
 
 class _Fastest:
-    """Seconds a token or a byte."""
+    """The fastest of the last measurements, in seconds per token or byte.
+
+    The fastest is used so that a short load peak does not change a decision.
+    """
 
     def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=LAST_TIMES)
+        self._times: deque[float] = deque(maxlen=MAX_SAMPLES)
 
     def learn(self, count: int, took_s: float) -> None:
         if count > 0 and took_s > 0:
@@ -50,86 +47,85 @@ class _Fastest:
 
     @property
     def known(self) -> float | None:
-        return min(self._times) if len(self._times) >= LEAST_TIMES else None
+        return min(self._times) if len(self._times) >= MIN_SAMPLES else None
 
 
 class CostGate:
-    """How many of a plan's blocks are worth being restored."""
+    """Decides how many blocks of a plan to restore, from measurements on this machine.
+
+    A small model on a fast device computes a prompt faster than a slow disk reads its state.
+    """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._computing: dict[int, _Fastest] = {}  # by the bits of the depth: it slows down with it
+        self._computing: dict[int, _Fastest] = {}  # by the bit length of the depth
         self._restoring = _Fastest()
         self._reading: dict[str, _Fastest] = {}  # by tier
-        self._cuts = 0  # that would have been made
+        self._cuts = 0  # plans that were cut, or restored whole to measure again
 
     def learn_computing(self, depth: int, rows: int, took_s: float) -> None:
-        """A step has computed so many rows of one prompt, and no more, after so many tokens."""
-        if rows >= LEAST_ROWS:
+        """Record a step that computed only `rows` tokens of one prompt, after `depth` tokens."""
+        if rows >= 64:  # a smaller step does not show the speed of prefill
             self._computing.setdefault(depth.bit_length(), _Fastest()).learn(rows, took_s)
 
     def learn_restoring(self, size_bytes: int, took_s: float) -> None:
-        if size_bytes >= LEAST_BYTES:
+        if size_bytes >= MIN_TRANSFER_BYTES:
             self._restoring.learn(size_bytes, took_s)
 
     def learn_reading(self, tier: str, size_bytes: int, took_s: float) -> None:
-        """A lower tier has brought so much into memory."""
-        if size_bytes >= LEAST_BYTES:
+        """Record a transfer from a lower tier into memory."""
+        if size_bytes >= MIN_TRANSFER_BYTES:
             self._reading.setdefault(tier, _Fastest()).learn(size_bytes, took_s)
 
-    def apply(self, plan: Plan[EngineSequence], *, may_cut: bool) -> Plan[EngineSequence]:
-        """The plan, without blocks at its end whose tokens are sooner computed; all of them where
-        it may not be cut between two."""
-        count = self._worth(plan.blocks, may_cut=may_cut)
+    def apply(self, plan: Plan[Sequence], *, may_cut: bool) -> Plan[Sequence]:
+        """Remove the blocks at the end of the plan that are faster to compute.
+
+        `may_cut=False` allows only to remove all blocks or none.
+        """
+        count = self._worthwhile(plan.blocks, may_cut=may_cut)
         if count == len(plan.blocks):
             return plan
         self._cuts += 1
-        if self._cuts % TRIED_AGAIN == 0:
+        if self._cuts % RETRY_EVERY == 0:
             return plan
         blocks = plan.blocks[:count]
         reused = blocks[-1].stop if blocks else plan.shared_tokens
         return replace(plan, blocks=blocks, reused_tokens=reused, is_cut=True)
 
-    def _worth(self, blocks: Seq[Block], *, may_cut: bool) -> int:
-        """How many, from the first on, leave least to be done."""
+    def _worthwhile(self, blocks: Seq[Block], *, may_cut: bool) -> int:
+        """Number of blocks to restore so that the total time is shortest."""
+        min_gain_s = 0.2  # a smaller gain is not worth computing again
         byte_s = {tier.name: self._byte_s(tier.name) for tier in self._tiers}
-        most_s = sum(block.size_bytes for block in blocks) * max(byte_s.values())
-        if most_s < LEAST_GAIN_S:
+        if sum(block.size_bytes for block in blocks) * max(byte_s.values()) < min_gain_s:
             return len(blocks)
-        # What is saved by computing, not restoring, all from each place on.
-        saved_s, best, best_s = 0.0, len(blocks), LEAST_GAIN_S
+        # Time saved by computing all blocks from each position on, instead of restoring them.
+        saved_s, best, best_s = 0.0, len(blocks), min_gain_s
         for at in range(len(blocks) - 1, -1, -1):
             block = blocks[at]
             compute_s = len(block.tokens) * self._token_s(block.stop)
-            saved_s += block.size_bytes * byte_s[self._source(block)] - compute_s
+            saved_s += block.size_bytes * byte_s[self._tiers.source(block).name] - compute_s
             if saved_s > best_s and (may_cut or not at):
                 best, best_s = at, saved_s
         return best
 
-    def _source(self, block: Block) -> str:
-        return self._tiers.source(block).name
-
     def _token_s(self, depth: int) -> float:
-        """That computing takes, by the nearest depth that is known; if none is, for ever."""
+        """Time to compute a token, measured at the nearest depth; infinite if unknown."""
         bits = depth.bit_length()
         known = ((abs(each - bits), time.known) for each, time in self._computing.items())
         return min(((far, time) for far, time in known if time), default=(0, inf))[1]
 
     def _byte_s(self, tier: str) -> float:
-        """That restoring takes; not known, it takes no time. A window is restored while the next is
-        read, so that the slower of the two counts."""
+        """Time to restore a byte; zero if unknown.
+
+        A window is restored while the next one is read, so the slower of the two counts.
+        """
         restoring = self._restoring.known or 0.0
         reading = self._reading[tier].known if tier in self._reading else None
         return max(restoring, reading or 0.0)
 
 
-FETCH_TIMEOUT_S = 10.0  # for one window; then what it holds is computed
-
-NowS = Callable[[], float]
-
-
 class Restorer:
-    """Restores as much of a plan as can be; what cannot is computed."""
+    """Restores the blocks of a plan up to the first that is unavailable. The rest is computed."""
 
     def __init__(
         self,
@@ -151,17 +147,19 @@ class Restorer:
 
     def begin(self, plan: Plan[Sequence]) -> Restoration:
         if any(self._store.get(block) is None for block in plan.blocks):
-            self._store.use(plan.blocks)  # or what is kept meanwhile might take their place
+            self._store.use(plan.blocks)  # so that they are not evicted meanwhile
         return Restoration(plan)
 
     def wait_s(self, restoration: Restoration) -> float | None:
-        """How long a tier still has to answer; None: nobody waits for it."""
+        """Time left for a tier to answer, or None if no tier is being waited for."""
         since_s = restoration.waits_since_s
         return None if since_s is None else max(since_s + FETCH_TIMEOUT_S - self._now_s(), 0.0)
 
     def advance(self, restoration: Restoration, sequence: Sequence) -> bool:
-        """Append blocks that are at hand, within the step's budget; True when it is over: all
-        are restored, or the next cannot be."""
+        """Append available blocks within the step's budget.
+
+        Returns True when it has ended: all blocks are restored, or the next one is unavailable.
+        """
         while rest := restoration.rest:
             if self._budget.is_spent:
                 return False
@@ -175,7 +173,7 @@ class Restorer:
                 break
             self._count(block, restoration)
         else:
-            restoration.problem = None  # another tier had it
+            restoration.problem = None  # a failed block was found in another tier
         self.release(restoration)
         return True
 
@@ -183,14 +181,14 @@ class Restorer:
         blob = self._store.get(block)
         if blob is not None:
             return blob
-        window = restoration.window_of(block)  # the first tier had no room to keep it
+        window = restoration.window_of(block)  # the first tier had no room for it
         return window.blob(block) if window is not None and window.is_done else None
 
     def _is_coming(self, block: Block, restoration: Restoration) -> bool:
-        """Whether to wait for a block: it is being read, or will be; False: it is computed."""
+        """Whether the block is being read or will be. False: it has to be computed."""
         window = restoration.window_of(block)
         if window is not None and window.is_done and block.key not in window.bad:
-            return False  # missed for no fault of its copy, or it was replaced meanwhile
+            return False  # its copy is intact, but it was not read or was replaced
         if window is not None and window.is_done:
             self._drop(window, restoration, Reason.CORRUPT)
         elif window is not None and self._is_late(restoration):
@@ -201,13 +199,13 @@ class Restorer:
         return self._start(block, restoration)
 
     def _start(self, block: Block, restoration: Restoration) -> bool:
-        """Have a block read; False: no tier that answers has it."""
+        """Start reading a block. Returns False if no working tier has it."""
         if not self._store.is_readable(block):
             if self._store.knows(block.key) and restoration.problem is None:
                 restoration.problem = Reason.FETCH_TIMEOUT
             return False
         window = self._fetches.start(restoration.unclaimed)
-        while window is None and restoration.fetches:  # what comes later must not keep it out
+        while window is None and restoration.fetches:  # later windows must not block this one
             self._fetches.release(restoration.fetches.pop())
             window = self._fetches.start(restoration.unclaimed)
         if window:
@@ -217,7 +215,7 @@ class Restorer:
             restoration.fetches.insert(0, window)
             self._read_ahead(restoration)
             return True
-        abandoned = self._fetches.abandoned(block)  # else others look after what takes the room
+        abandoned = self._fetches.abandoned(block)  # otherwise other turns release the memory
         restoration.waits_since_s = restoration.waits_since_s if abandoned else None
         if not abandoned or not self._is_late(restoration):
             return True
@@ -232,7 +230,7 @@ class Restorer:
         return self.wait_s(restoration) == 0.0
 
     def _read_ahead(self, restoration: Restoration) -> None:
-        """Have what comes next read while this is restored, as far as a turn's share goes."""
+        """Read the next windows while this one is restored, within the turn's share of memory."""
         held_bytes = sum(window.size_bytes for window in restoration.fetches)
         while restoration.fetches and held_bytes < self._fetches.turn_bytes:
             window = self._fetches.start(restoration.unread)
@@ -242,7 +240,7 @@ class Restorer:
             held_bytes += window.size_bytes
 
     def _count(self, block: Block, restoration: Restoration) -> None:
-        """A block is restored; a window whose last it was is not needed any more."""
+        """Record a restored block, and drop its window after the last one."""
         restoration.restored += 1
         restoration.waits_since_s = None
         window = restoration.window_of(block)
@@ -255,8 +253,8 @@ class Restorer:
                 self._learn_reading(window.tier, restoration)
 
     def _learn_reading(self, tier: str, restoration: Restoration) -> None:
-        """All that a tier was asked for is restored. Windows are read beside one another, and while
-        others are restored: what any one of them took says nothing."""
+        """Measure the tier over all windows. They are read in parallel and while others are
+        restored, so the time of a single window means nothing."""
         took_s = self._now_s() - restoration.reads_since_s
         self._cost_gate.learn_reading(tier, restoration.read_bytes, took_s)
 
@@ -267,14 +265,14 @@ class Restorer:
         self._fetches.release(window)
 
     def release(self, restoration: Restoration) -> None:
-        """Let go of what is on its way; what has arrived may be kept by the store."""
+        """Release all windows. The store may keep blocks that have arrived."""
         for window in restoration.fetches:
             self._fetches.release(window)
         restoration.fetches.clear()
         restoration.waits_since_s = None
 
     def _append(self, sequence: Sequence, block: Block, blob: Blob, *, is_last: bool) -> bool:
-        """Append a block; the checkpoint it may have is of use only in the last one."""
+        """Append a block. Only the checkpoint of the last block is restored."""
         resumable = is_last and not self._can_truncate
         if block.resumable and not resumable:
             layout = self._engine.capabilities.kv[sequence.kv_type]
@@ -288,15 +286,15 @@ class Restorer:
             self._store.drop(block)
             return False
         except EngineBroken:
-            self._store.drop(block)  # or the next turn would break it again
+            self._store.drop(block)  # otherwise the next turn would break the engine again
             raise
         self._counts.restored_bytes += len(blob)
         self._cost_gate.learn_restoring(len(blob), self._now_s() - started_s)
         return True
 
     def count_use(self, restoration: Restoration, write_back: WriteBack) -> None:
-        """Of what was restored; a turn that wants it kept longer has it kept longer."""
+        """Record the use of the restored blocks, and apply the turn's write-back policy to them."""
         restored = restoration.blocks[: restoration.restored]
         whole = [each for each in restored if each.stop <= restoration.plan.reused_tokens]
         self._store.use(whole, write_back)
-        self._store.use(restored[len(whole) :])  # only its beginning is this conversation's
+        self._store.use(restored[len(whole) :])  # the conversation uses only part of it
