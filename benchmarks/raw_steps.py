@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from rekindle.engine.base import EngineOptions
-from rekindle.engine.llamacpp.batch import Rows
+from rekindle.engine.llamacpp.batch import BatchRows
 from rekindle.engine.llamacpp.context import Context, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
 
@@ -28,11 +28,13 @@ class RawSteps:
         """Of so many replies at once, each of so many tokens."""
         prompt = list(range(1000, 1000 + PROMPT_TOKENS))
         for slot in range(streams):
-            self._context.decode([Rows(slot, 0, prompt, True)])
+            self._context.decode([BatchRows(slot, 0, prompt, True)])
         last = [prompt[-1]] * streams
         started = time.perf_counter()
         for step in range(tokens):
-            rows = [Rows(slot, PROMPT_TOKENS + step, [last[slot]], True) for slot in range(streams)]
+            rows = [
+                BatchRows(slot, PROMPT_TOKENS + step, [last[slot]], True) for slot in range(streams)
+            ]
             indices = self._context.decode(rows)
             last = self._context.logits(indices, self._vocabulary).argmax(axis=1).tolist()
         took_s = time.perf_counter() - started

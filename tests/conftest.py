@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from rekindle.models.progress import SilentProgress
+from rekindle.models.progress import LineProgress
 from rekindle.models.pull import pull
 
 # Threads that wait busily for each other crawl beside whatever else runs on the machine, and tests
@@ -34,4 +35,6 @@ def minilm_path() -> Path:
 
 def _pulled(name: str) -> Path:
     folder = os.environ.get("REKINDLE_MODELS_DIR", "~/.cache/rekindle/models")
-    return pull(name, models_dir=Path(folder).expanduser(), progress=SilentProgress())
+    return pull(
+        name, models_dir=Path(folder).expanduser(), progress=LineProgress(Console(quiet=True))
+    )

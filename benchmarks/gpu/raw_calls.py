@@ -19,7 +19,7 @@ import numpy as np
 from cases import SMALL, Figures, Sizes
 
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.batch import BatchArrays, Rows
+from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows
 
 STEP_TOKENS = 2048
 PROMPT_TOKENS = 100
@@ -67,7 +67,7 @@ class _Context:
         self._memory = library.llama_get_memory(native)
         self._arrays = BatchArrays(STEP_TOKENS)
 
-    def call(self, rows: Sequence[Rows]) -> list[Any]:
+    def call(self, rows: Sequence[BatchRows]) -> list[Any]:
         """The logits that were asked for; reading the first waits for the device."""
         batch, last = self._arrays.fill(rows)
         if status := self._library.llama_decode(self._native, batch):
@@ -81,7 +81,7 @@ class _Context:
     def prefill(self, slot: int, tokens: Sequence[int], start: int = 0) -> None:
         for at in range(0, len(tokens), STEP_TOKENS):
             part = tokens[at : at + STEP_TOKENS]
-            self.call([Rows(slot, start + at, part, at + len(part) == len(tokens))])
+            self.call([BatchRows(slot, start + at, part, at + len(part) == len(tokens))])
 
     def forget(self, slot: int, start: int = 0) -> None:
         self._library.llama_memory_seq_rm(self._memory, slot, start, -1)
@@ -136,7 +136,7 @@ def _replies(
         for slot in range(count):
             context.prefill(slot, _tokens(PROMPT_TOKENS, slot, caller.vocabulary))
         for step in range(tokens):
-            rows = [Rows(slot, PROMPT_TOKENS + step, [1000], True) for slot in range(count)]
+            rows = [BatchRows(slot, PROMPT_TOKENS + step, [1000], True) for slot in range(count)]
             logits: list[Any] = []
             taken.append(_timed_ms(lambda: logits.extend(context.call(rows))))  # noqa: B023
             greedy.append(taken[-1] + _timed_ms(lambda: context.argmax(logits)))  # noqa: B023

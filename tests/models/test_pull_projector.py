@@ -67,7 +67,7 @@ def test_whoever_insists_gets_the_only_one_there_is(folder: Path) -> None:
 
 def test_a_model_without_one_has_none_and_insisting_says_what_to_do(folder: Path) -> None:
     assert found(folder, "blind.gguf") is None
-    with pytest.raises(ModelError, match="--mmproj, or leave --vlm out"):
+    with pytest.raises(ModelError, match="--mmproj, or omit --vlm"):
         found(folder, "blind.gguf", required=True)
 
 

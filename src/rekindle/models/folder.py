@@ -1,6 +1,6 @@
-"""A model that is a folder: config.json, weights in safetensors files, a tokenizer.
+"""Checks a model folder: config.json, weights in safetensors files, a tokenizer.
 
-Nothing in it is trusted: sizes are bounded, and no file is ever executed.
+Nothing in it is trusted: sizes are bounded, and no file is executed.
 """
 
 from __future__ import annotations
@@ -18,32 +18,35 @@ TOKENIZER = "tokenizer.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 AGAIN = "Fetch the model again, into an empty folder."
-MAX_JSON_BYTES = 256 << 20  # several times the largest tokenizer.json seen
+MAX_JSON_BYTES = 256 << 20  # several times the largest known tokenizer.json
 
 
 def is_model_folder(path: Path) -> bool:
-    """By its names, so that a damaged one is refused by whoever knows what is wrong with it."""
+    """Judge by file names, so that a damaged folder gets a precise error later."""
     return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; raises ModelError."""
+    """Return the JSON object in a file; raises ModelError."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
-            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB: no such file is.")
+            raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB. {AGAIN}")
         found = json.loads(path.read_bytes())
     except OSError as error:
         raise ModelError(f"Cannot read {path}: {error.strerror}. {AGAIN}") from error
     except (ValueError, RecursionError):
         raise ModelError(f"{path} is not JSON, so it is damaged. {AGAIN}") from None
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds no settings. {AGAIN}")
+        raise ModelError(f"{path} has no settings. {AGAIN}")
     return found
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """All of them, in order; raises ModelError when there is none, or one is missing that the
-    index names. Those that it does not name count, too: whoever loads the folder loads them."""
+    """Return all weight files in order; raises ModelError if there are none, or if one of the index
+    is missing.
+
+    Files that are not in the index count too, because loaders read them.
+    """
     found = sorted(folder.glob(WEIGHTS))
     if not found:
         raise ModelError(f"{folder} has no {WEIGHTS}. {AGAIN}")
@@ -66,13 +69,13 @@ def _shards(index: Path) -> set[str]:
 
 
 def check_folder(folder: Path) -> list[str]:
-    """The names of all tensors in a folder that is whole; raises ModelError."""
+    """Return the names of all tensors of a complete folder; raises ModelError."""
     read_json(folder / CONFIG)
     names = [name for path in weight_files(folder) for name in tensor_names(path)]
     name, times = Counter(names).most_common(1)[0] if names else ("any tensor", 0)
     if times != 1:
         raise ModelError(
-            f"{folder} has {name} {times} times: its files of weights are of several models, or "
-            f"empty. {AGAIN}"
+            f"{folder} has {name} {times} times: its weight files are empty, or belong to several "
+            f"models. {AGAIN}"
         )
     return names

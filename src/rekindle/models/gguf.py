@@ -1,4 +1,4 @@
-"""Validates a GGUF file by its header alone: whole, or foreign, damaged or truncated.
+"""Checks by its header that a GGUF file is whole, and not damaged, truncated or of another format.
 
 Nothing in the file is trusted: every count and length is bounded before it is used.
 """
@@ -12,66 +12,36 @@ from typing import BinaryIO
 from rekindle.errors import ModelError
 
 MAGIC = b"GGUF"
-VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
-
-MAX_FIELDS = 1 << 16
-MAX_TENSORS = 1 << 17
-MAX_NAME_BYTES = 65_535
-MAX_DIMENSIONS = 4
-MAX_ALIGNMENT = 1 << 20
-MAX_NESTING = 4
 
 UINT32, STRING, ARRAY = 4, 8, 9
 FIXED_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, UINT32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
-WINDOW_BYTES = 1 << 20
-MAX_HEADER_BYTES = 256 << 20  # ten times the largest seen
-MAX_ITEMS = 4_000_000  # likewise; bounds the seconds that a malicious file can cost
+WINDOW_BYTES = 1 << 20  # read at a time
+MAX_NAME_BYTES = 65_535
+MAX_HEADER_BYTES = 256 << 20  # ten times the largest known header
+MAX_ITEMS = 4_000_000  # likewise; bounds the time that a malicious file can cost
 
-#: How ggml packs each tensor type: elements in a block, and bytes of that block, by ggml's type id.
-#: The gaps are types that ggml has removed.
+#: Elements in a block of each tensor type, and bytes of that block, by ggml's type id. The gaps are
+#: types that ggml has removed.
 BLOCKS: dict[int, tuple[int, int]] = {
-    0: (1, 4),  # F32
-    1: (1, 2),  # F16
-    2: (32, 18),  # Q4_0
-    3: (32, 20),  # Q4_1
-    6: (32, 22),  # Q5_0
-    7: (32, 24),  # Q5_1
-    8: (32, 34),  # Q8_0
-    9: (32, 36),  # Q8_1
-    10: (256, 84),  # Q2_K
-    11: (256, 110),  # Q3_K
-    12: (256, 144),  # Q4_K
-    13: (256, 176),  # Q5_K
-    14: (256, 210),  # Q6_K
-    15: (256, 292),  # Q8_K
-    16: (256, 66),  # IQ2_XXS
-    17: (256, 74),  # IQ2_XS
-    18: (256, 98),  # IQ3_XXS
-    19: (256, 50),  # IQ1_S
-    20: (32, 18),  # IQ4_NL
-    21: (256, 110),  # IQ3_S
-    22: (256, 82),  # IQ2_S
-    23: (256, 136),  # IQ4_XS
-    24: (1, 1),  # I8
-    25: (1, 2),  # I16
-    26: (1, 4),  # I32
-    27: (1, 8),  # I64
-    28: (1, 8),  # F64
-    29: (256, 56),  # IQ1_M
-    30: (1, 2),  # BF16
-    34: (256, 54),  # TQ1_0
-    35: (256, 66),  # TQ2_0
-    39: (32, 17),  # MXFP4
-    40: (64, 36),  # NVFP4
-    41: (128, 18),  # Q1_0
-    42: (64, 18),  # Q2_0
-}
+    # F32, F16, BF16, F64, I8, I16, I32, I64
+    0: (1, 4), 1: (1, 2), 30: (1, 2), 28: (1, 8), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8),
+    # Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q8_1
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 36),
+    # Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, Q8_K
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292),
+    # IQ2_XXS, IQ2_XS, IQ3_XXS, IQ1_S, IQ4_NL
+    16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18),
+    # IQ3_S, IQ2_S, IQ4_XS, IQ1_M
+    21: (256, 110), 22: (256, 82), 23: (256, 136), 29: (256, 56),
+    # TQ1_0, TQ2_0, MXFP4, NVFP4, Q1_0, Q2_0
+    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
+}  # fmt: skip
 
 
 def check_gguf(path: Path) -> None:
-    """Return for a whole GGUF file; raise ModelError for anything else."""
+    """Raise ModelError unless the file is a whole GGUF file."""
     try:
         if not path.is_file():  # also keeps a pipe from blocking the open
             raise ModelError(f"There is no model file at {path}. Pull the model again.")
@@ -96,7 +66,7 @@ def _check(header: HeaderReader) -> None:
     if data_bytes and data_start + data_bytes > header.file_bytes:
         raise BrokenHeader(
             f"its tensors need {data_start + data_bytes} bytes and the file has "
-            f"{header.file_bytes}, so it was cut short"
+            f"{header.file_bytes}, so it is truncated"
         )
 
 
@@ -104,23 +74,23 @@ def _read_counts(header: HeaderReader) -> tuple[int, int]:
     if header.file_bytes < len(MAGIC) or header.take(len(MAGIC)) != MAGIC:
         raise BrokenHeader("it does not begin with GGUF (another format, or a saved web page?)")
     version = header.u32()
-    if version not in VERSIONS:
-        raise BrokenHeader(f"it is of GGUF version {version}; versions 2 and 3 are supported")
+    if version not in (2, 3):
+        raise BrokenHeader(f"it has GGUF version {version}; versions 2 and 3 are supported")
     tensors, fields = header.u64(), header.u64()
-    if not 0 < fields <= MAX_FIELDS or tensors > MAX_TENSORS:  # a split's first file has no tensors
+    if not 0 < fields <= 1 << 16 or tensors > 1 << 17:  # the first file of a split has no tensors
         raise BrokenHeader(f"its header claims {fields} fields and {tensors} tensors")
     return fields, tensors
 
 
 def _read_field(header: HeaderReader) -> int | None:
-    """Pass over one field; its value when it is the alignment."""
+    """Skip a field. Returns its value if it is the alignment."""
     key = header.string(MAX_NAME_BYTES)
     kind = header.u32()
     if key != b"general.alignment":
         _skip_value(header, kind)
         return None
     alignment = header.u32() if kind == UINT32 else 0
-    if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
+    if not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise BrokenHeader("its alignment is not a power of two")
     return alignment
 
@@ -130,10 +100,10 @@ def _skip_value(header: HeaderReader, kind: int, nesting: int = 0) -> None:
         header.skip(FIXED_BYTES[kind])
     elif kind == STRING:
         header.skip_strings(1)
-    elif kind == ARRAY and nesting < MAX_NESTING:
+    elif kind == ARRAY and nesting < 4:
         _skip_array(header, nesting + 1)
     else:
-        raise BrokenHeader(f"it holds a value of unknown type {kind}")
+        raise BrokenHeader(f"it has a value of unknown type {kind}")
 
 
 def _skip_array(header: HeaderReader, nesting: int) -> None:
@@ -150,11 +120,11 @@ def _skip_array(header: HeaderReader, nesting: int) -> None:
 
 
 def _read_tensor_end(header: HeaderReader, alignment: int) -> int:
-    """Where the next tensor must end, counted from the start of the tensor data."""
+    """Return where the next tensor ends, relative to the start of the tensor data."""
     header.string(MAX_NAME_BYTES)
     dimensions = header.u32()
-    if dimensions > MAX_DIMENSIONS:
-        raise BrokenHeader(f"it holds a tensor of {dimensions} dimensions")
+    if dimensions > 4:
+        raise BrokenHeader(f"it has a tensor of {dimensions} dimensions")
     shape = [header.u64() for _ in range(dimensions)]
     kind, offset = header.u32(), header.u64()
     if offset % alignment:
@@ -163,23 +133,23 @@ def _read_tensor_end(header: HeaderReader, alignment: int) -> int:
 
 
 def _tensor_bytes(shape: list[int], kind: int) -> int:
-    """The tensor's size; 0 for a type newer than this table, whose size cannot be checked."""
+    """Return the size of a tensor, or 0 for a newer type, whose size cannot be checked."""
     if kind not in BLOCKS:
         return 0
     block_elements, block_bytes = BLOCKS[kind]
     if shape and shape[0] % block_elements:
-        raise BrokenHeader("one of its tensors is not made of whole blocks")
+        raise BrokenHeader("one of its tensors does not consist of whole blocks")
     return prod(shape) // block_elements * block_bytes
 
 
 class BrokenHeader(Exception):
-    """The bytes are not a header; the message says why, after "it is not usable:"."""
+    """The header is invalid. The message says why."""
 
 
 class HeaderReader:
-    """Little-endian fields in order; never reads past the file or the largest header allowed.
+    """Reads little-endian fields in order, never past the file or the size limit of headers.
 
-    The file is read, not mapped: a file that shrinks under a mapping kills the process.
+    The file is read and not mapped, because a mapped file that shrinks kills the process.
     """
 
     def __init__(self, file: BinaryIO, file_bytes: int) -> None:
@@ -194,12 +164,12 @@ class HeaderReader:
         """Raise BrokenHeader unless the header can hold this many more bytes."""
         end = self.position + size_bytes
         if end > self.file_bytes:
-            raise BrokenHeader("it ends inside its own header, so it was cut short or damaged")
+            raise BrokenHeader("it ends inside its header, so it is truncated or damaged")
         if end > MAX_HEADER_BYTES:
             raise BrokenHeader(f"its header claims more than {MAX_HEADER_BYTES >> 20} MiB")
 
     def count_items(self, count: int) -> None:
-        """Raise BrokenHeader when the header holds more items to pass one by one than allowed."""
+        """Raise BrokenHeader if the header has too many items that are skipped one by one."""
         self._items += count
         if self._items > MAX_ITEMS:
             raise BrokenHeader(f"its header claims more than {MAX_ITEMS} values")
@@ -226,7 +196,7 @@ class HeaderReader:
     def string(self, limit_bytes: int) -> bytes:
         length = self.u64()
         if length > limit_bytes:
-            raise BrokenHeader(f"it holds a name of {length} bytes")
+            raise BrokenHeader(f"it has a name of {length} bytes")
         return self.take(length)
 
     def skip_strings(self, count: int) -> None:

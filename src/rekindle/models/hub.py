@@ -1,4 +1,7 @@
-"""Fetches models from a hub: GGUF files with their projector, or a whole folder."""
+"""Fetches models from a hub: GGUF files with their projector, or a whole folder.
+
+Uses huggingface_hub, and obeys HF_ENDPOINT and HF_TOKEN.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-import httpx2  # the client huggingface_hub speaks through; its errors pass through it
+import httpx2  # the HTTP client of huggingface_hub, whose errors it passes on
 from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -31,15 +34,13 @@ from rekindle.models.progress import Progress, task
 from rekindle.models.quant import Chosen, Unclear, best_projector, choose
 from rekindle.models.workspace import publish, publish_folder, require_room, workspace
 
-# ----------------------------------------------------------------------
-# A model hub, asked through huggingface_hub; obeys HF_ENDPOINT and HF_TOKEN.
-
-LIST_TIMEOUT_S = 30
+MAX_CHOICES_SHOWN = 20
+FOLDER_FILES = (WEIGHTS, "*.json", "*.jinja")  # of a model folder; code is never fetched
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file at one commit; a hub knows the hash of large files only."""
+    """One file at one commit. A hub knows the hash of large files only."""
 
     repo: str
     commit: str
@@ -49,22 +50,23 @@ class HubFile:
 
 
 def list_files(repo: str) -> list[HubFile]:
-    """Every file of a repository whose name is safe to use."""
+    """List the files of a repository that have safe names."""
     api = HfApi(endpoint=_endpoint())
     try:
-        info = api.model_info(repo, files_metadata=True, timeout=LIST_TIMEOUT_S)
+        info = api.model_info(repo, files_metadata=True, timeout=30)
         files = [_hub_file(repo, info.sha, sibling) for sibling in info.siblings or ()]
     except (HFValidationError, HfHubHTTPError):
         raise
     except (TypeError, KeyError, ValueError) as error:  # JSON of another shape, or none
         raise ModelError(
-            f"What answered for {repo} is not a model hub. Check HF_ENDPOINT and any proxy."
+            f"The answer for {repo} is not from a model hub. Check HF_ENDPOINT and any proxy."
         ) from error
     return [file for file in files if _is_safe(file.name)]
 
 
 def _hub_file(repo: str, commit: str | None, sibling: RepoSibling) -> HubFile:
-    """What the hub says of one file, or TypeError: huggingface_hub does not check its types."""
+    """Convert the answer of the hub; raises TypeError, because huggingface_hub does not check
+    types."""
     digest = sibling.lfs.sha256 if sibling.lfs else ""
     size_bytes = sibling.size or 0
     for text in (commit, sibling.rfilename, digest):
@@ -76,7 +78,7 @@ def _hub_file(repo: str, commit: str | None, sibling: RepoSibling) -> HubFile:
 
 
 def _is_safe(name: str) -> bool:
-    """Whether a name a hub gave stays inside the folder it is joined to."""
+    """Return whether a name from a hub stays inside the folder that it is joined to."""
     parts = PurePosixPath(name).parts
     return bool(parts) and not any(
         part in ("..", "/") or part.startswith(".") or set(part) & {"\\", ":", "\0"}
@@ -85,7 +87,7 @@ def _is_safe(name: str) -> bool:
 
 
 def download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
-    """Complete `part`, going on from the bytes it has."""
+    """Complete the partial file `part`."""
     url = hf_hub_url(file.repo, file.name, revision=file.commit, endpoint=_endpoint())
     with part.open("ab") as output:
         if file.size_bytes is not None and output.tell() > file.size_bytes:
@@ -94,7 +96,7 @@ def download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
         have_bytes = output.tell()
         require_room(part.parent, (file.size_bytes or 0) - have_bytes)
         advance(have_bytes)
-        # hf_hub_download would start a file afresh after every failure; this goes on from the part.
+        # Unlike hf_hub_download, which starts again after a failure, this resumes the part.
         http_get(
             url,
             output,
@@ -106,7 +108,7 @@ def download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
 
 
 def verify(file: HubFile, part: Path) -> None:
-    """Remove a file that is not what the hub said it is, and raise ModelError."""
+    """Remove a file whose hash differs from that of the hub, and raise ModelError."""
     if file.sha256 is None:
         return
     with part.open("rb") as stream:
@@ -120,7 +122,7 @@ def verify(file: HubFile, part: Path) -> None:
 
 
 class _Bar:
-    """The part of a tqdm bar that huggingface_hub drives."""
+    """The part of a tqdm bar that huggingface_hub uses."""
 
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
@@ -136,24 +138,24 @@ class _Bar:
 
 
 def _endpoint() -> str | None:
-    # Read at each call: huggingface_hub reads it once, when it is imported.
+    # Read at each call, because huggingface_hub only reads it when it is imported.
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or None
 
 
 @contextmanager
 def explained(repo: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one sentence and a remedy."""
+    """Turn the errors of huggingface_hub into one sentence and a remedy."""
     try:
         yield
     except GatedRepoError as error:
         raise ModelError(
-            f"{repo} asks for its terms to be accepted. Accept them on its page, then set HF_TOKEN."
+            f"{repo} has terms to accept. Accept them on its page, then set HF_TOKEN."
         ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(_no_repo(repo)) from error
     except HfHubHTTPError as error:
         raise ModelError(_refused(repo, error.response.status_code)) from error
-    except ValueError as error:  # an id the hub's rules forbid, a file too large for plain HTTP
+    except ValueError as error:  # an invalid id, or a file too large for plain HTTP
         raise ModelError(f"Cannot fetch {repo}: {error}") from error
     except OfflineModeIsEnabled as error:
         raise ModelError(
@@ -162,7 +164,7 @@ def explained(repo: str) -> Iterator[None]:
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise ModelError(
             f"Cannot reach the hub for {repo} ({error}). Check the network, or HF_ENDPOINT for a "
-            "mirror, and pull again: the download goes on where it stopped."
+            "mirror, and pull again: the download resumes where it stopped."
         ) from error
 
 
@@ -181,14 +183,11 @@ def _refused(repo: str, status: int) -> str:
     return f"The hub answered {status} for {repo}. Pull again in a while."
 
 
-MAX_CHOICES_SHOWN = 20
-FOLDER_FILES = (WEIGHTS, "*.json", "*.jinja")  # of a model that is a folder; no code among them
-
-
 def find_pulled(source: HubModel) -> Path | None:
-    """The model's first file, or its folder, when all of it is already here; asks nobody.
+    """Return the first file or the folder of a model that is complete on this machine, without
+    asking the hub.
 
-    A bare org/repo means what was pulled from it before, when that is clear.
+    A bare org/repo means the model that was pulled from it before, if there is only one.
     """
     if source.wanted is None and is_model_folder(source.folder):
         return source.folder
@@ -201,10 +200,9 @@ def find_pulled(source: HubModel) -> Path | None:
 
 
 def fetch(source: HubModel, models_dir: Path, progress: Progress) -> Path:
-    """Fetch every file of the model that is not here yet; returns the path of the first, or of
-    its folder.
+    """Fetch all missing files of the model. Returns the path of the first one, or of the folder.
 
-    Its projector comes before them: where the model is, the projector is as well.
+    The projector is fetched first, so that a complete model always has it.
     """
     with explained(source.repo):
         listed = list_files(source.repo)
@@ -220,7 +218,7 @@ def fetch(source: HubModel, models_dir: Path, progress: Progress) -> Path:
 
 
 def _folder_files(listed: list[HubFile]) -> list[HubFile]:
-    """The files of a model that is a folder; none where the repository has GGUF files or no such
+    """Return the files of a model folder, or none if the repository has GGUF files or no such
     model."""
     names = {file.name for file in listed}
     has_weights = any(fnmatchcase(name, WEIGHTS) for name in names)
@@ -234,9 +232,9 @@ def _folder_files(listed: list[HubFile]) -> list[HubFile]:
 
 
 def _fetch_folder(files: list[HubFile], final: Path, models_dir: Path, progress: Progress) -> Path:
-    """All files of one commit, visible together or not at all."""
+    """Fetch all files of one commit, and make them visible together."""
     with workspace(final, models_dir, progress) as scratch:
-        if is_model_folder(final):  # another process was quicker
+        if is_model_folder(final):  # another process was faster
             return final
         folder = scratch / sha256(files[0].commit.encode()).hexdigest()[:16]
         folder.mkdir(exist_ok=True)
@@ -256,7 +254,7 @@ def _fetch_folder(files: list[HubFile], final: Path, models_dir: Path, progress:
 def fetch_projector(
     source: HubModel, model: Path, models_dir: Path, progress: Progress
 ) -> Path | None:
-    """Fetch the projector alone, to lie beside the model; None: the repository has none."""
+    """Fetch only the projector, next to the model. None if the repository has none."""
     with explained(source.repo):
         return _fetch_beside(model, list_files(source.repo), models_dir, progress)
 
@@ -279,7 +277,7 @@ def _choose_files(source: HubModel, listed: list[HubFile]) -> list[HubFile]:
         case Chosen(names=names):
             return [files[name] for name in names]
         case Unclear() if _folder_files(listed):
-            raise ModelError(f"{source.repo} is one model in a folder. Leave :{source.wanted} out.")
+            raise ModelError(f"{source.repo} is one model in a folder. Omit :{source.wanted}.")
         case Unclear(reason=reason, choices=choices):
             raise ModelError(_unclear(source.repo, reason, choices))
 
@@ -288,7 +286,7 @@ def _fetch_file(
     file: HubFile, final: Path, models_dir: Path, progress: Progress, title: str
 ) -> None:
     with workspace(final, models_dir, progress) as folder:
-        if final.is_file():  # a shard of an earlier pull, or another process was quicker
+        if final.is_file():  # from an earlier pull or another process
             return
         part = folder / _part_name(file)
         with task(progress, file.size_bytes, f"Downloading {title}") as advance:
@@ -298,7 +296,7 @@ def _fetch_file(
 
 
 def _part_name(file: HubFile) -> str:
-    # Of the content, so that other content is never appended to; hashed, as a hub chose the words.
+    # By content, so that other content is never appended. Hashed, because a hub chose the text.
     return sha256((file.sha256 or file.commit).encode()).hexdigest() + ".part"
 
 

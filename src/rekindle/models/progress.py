@@ -1,7 +1,4 @@
-"""Progress on the terminal: of downloads, of one long step, of a list of tasks.
-
-The only module that draws bars; models, server, command line and bench use it.
-"""
+"""Shows progress on the terminal: of downloads, of one long step, of a list of tasks."""
 
 from __future__ import annotations
 
@@ -24,35 +21,29 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 
-LINES_PER_TASK = 10
-LINE_BYTES = 100_000_000  # between lines when the total is unknown
-
-OnProgress = Callable[[float, float], None]  # how much is done, and of how much
+OnProgress = Callable[[float, float], None]  # done and total
 
 
 @contextmanager
 def progress_bar(description: str, console: Console) -> Iterator[OnProgress]:
-    """A bar for one step that takes long; it disappears when the step ends."""
+    """Show a bar for one long step. It disappears at the end."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    hidden = not console.is_terminal  # in a file it would leave an empty line
+    hidden = not console.is_terminal  # a file would get an empty line
     with Bars(*columns, console=console, transient=True, disable=hidden) as bars:
         task_id = bars.add_task(description, total=None)
         yield lambda done, total: bars.update(task_id, completed=done, total=total)
 
 
 def task_bars(console: Console) -> Bars:
-    """A bar for each of several counted tasks; they disappear at the end."""
+    """Show a bar for each of several counted tasks. They disappear at the end."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
     return Bars(
         *columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
     )
 
 
-# -- downloads -----------------------------------------------------------------------------------
-
-
 class Progress(Protocol):
-    """A download at a time: start, advance any number of times, done on every way out."""
+    """Shows one download at a time."""
 
     def start(self, total_bytes: int | None, description: str) -> None: ...
     def advance(self, size_bytes: int) -> None: ...
@@ -63,7 +54,7 @@ class Progress(Protocol):
 def task(
     progress: Progress, total_bytes: int | None, description: str
 ) -> Iterator[Callable[[int], None]]:
-    """Show one download on `progress`; yields what to call with each run of bytes."""
+    """Show one download. Yields the function to call with the size of each chunk."""
     progress.start(total_bytes, description)
     try:
         yield progress.advance
@@ -72,25 +63,12 @@ def task(
 
 
 def progress_on(console: Console) -> Progress:
-    """The progress display that suits where `console` writes."""
+    """Return the display that suits the console: a bar on a terminal, lines elsewhere."""
     return BarProgress(console) if console.is_terminal else LineProgress(console)
 
 
-class SilentProgress:
-    """Shows nothing."""
-
-    def start(self, total_bytes: int | None, description: str) -> None:
-        pass
-
-    def advance(self, size_bytes: int) -> None:
-        pass
-
-    def done(self) -> None:
-        pass
-
-
 class BarProgress:
-    """A bar that redraws itself."""
+    """Redraws a bar."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -120,7 +98,7 @@ class BarProgress:
 
 
 class LineProgress:
-    """A line at the start, at each tenth, and nothing that a log file cannot hold."""
+    """Prints a line at the start and at each tenth, for log files."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -145,7 +123,7 @@ class LineProgress:
         pass
 
     def _step_bytes(self) -> int:
-        return max(1, self._total // LINES_PER_TASK) if self._total else LINE_BYTES
+        return max(1, self._total // 10) if self._total else 100_000_000
 
     def _reached(self) -> str:
         if not self._total:

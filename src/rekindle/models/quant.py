@@ -1,4 +1,4 @@
-"""Chooses which of a repository's GGUF files make up the model that was asked for."""
+"""Chooses which GGUF files of a repository make up the requested model."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from typing import TypeAlias
 
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q8_0", "F16")
 PROJECTOR = "mmproj"
-PROJECTOR_PRECISIONS = ("f16", "bf16", "f32", "q8_0")  # where a model has several, in this order
+PROJECTOR_PRECISIONS = ("f16", "bf16", "f32", "q8_0")  # in order of preference
 NOT_MODELS = (PROJECTOR, "imatrix")  # GGUF files that accompany a model
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The files of one model: one, or every file of a split, in order."""
+    """The files of one model: one, or all files of a split in order."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Unclear:
+    """No single model matches. `choices` are the files that a user may name."""
+
     reason: str
     choices: tuple[str, ...]
 
@@ -32,12 +34,12 @@ Choice: TypeAlias = Chosen | Unclear
 
 
 def choose(names: Collection[str], wanted: str | None) -> Choice:
-    """The model among `names` that is `wanted`: a file, a quantisation, or None for the best."""
+    """Choose the model: `wanted` is a file, a quantisation, or None for the best."""
     if wanted is not None and wanted.endswith(".gguf"):
         return _choose_file(names, wanted)
     models = whole_models(names)
     if not models:
-        return Unclear("holds no whole GGUF model", ())
+        return Unclear("has no complete GGUF model", ())
     if wanted is not None:
         return _only(_of_quant(models, wanted), models, f"with {wanted}")
     for quant in PREFERRED:
@@ -47,7 +49,7 @@ def choose(names: Collection[str], wanted: str | None) -> Choice:
 
 
 def split_names(name: str) -> tuple[str, ...]:
-    """Every file of the split that `name` is part of, in order; just `name` when it is whole."""
+    """Return every file of the split that `name` is part of, in order, or just `name`."""
     match = SHARD.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return (name,)
@@ -60,7 +62,7 @@ def projectors(names: Collection[str]) -> list[str]:
 
 
 def best_projector(names: Collection[str]) -> str | None:
-    """Of a model's projectors, the one of the precision that is preferred."""
+    """Return the projector with the preferred precision."""
 
     def rank(name: str) -> tuple[int, str]:
         words = _words(name)
@@ -71,7 +73,7 @@ def best_projector(names: Collection[str]) -> str | None:
 
 
 def model_name(projector: str) -> str:
-    """The model's name in the name of its projector; empty where there is none."""
+    """Return the name of the model in the file name of its projector, or an empty text."""
     return "-".join(
         word
         for word in _words(projector)
@@ -96,7 +98,7 @@ def _choose_file(names: Collection[str], wanted: str) -> Choice:
 
 
 def whole_models(names: Collection[str]) -> list[tuple[str, ...]]:
-    """The whole models among `names`; a split with a file missing is none."""
+    """Return the complete models among `names`. A split with a missing file is not complete."""
     present = set(names)
     candidates = (name for name in sorted(present) if _may_be_model(name))
     sets = dict.fromkeys(split_names(name) for name in candidates)

@@ -1,4 +1,4 @@
-"""The hidden folder a pull works in, and the step that puts a finished file in place."""
+"""Gives each pull a hidden folder to work in, and publishes finished files atomically."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from rich.filesize import decimal
 from rekindle.errors import ModelError
 from rekindle.models.progress import Progress, task
 
-PULLS = ".pulls"
-
 
 @contextmanager
 def workspace(final: Path, models_dir: Path, progress: Progress) -> Iterator[Path]:
-    """A folder for the pull of `final` that no other process uses meanwhile.
+    """Yield a folder for the pull of `final` that no other process uses.
 
-    A pull that failed leaves its folder, so that the same pull can go on from it; any other pull
-    sweeps it. A second process that wants the same file waits rather than fetch it twice.
+    A failed pull leaves its folder, so that the same pull can resume. Any other pull removes it. A
+    second process that wants the same file waits instead of fetching it twice.
     """
-    pulls = models_dir / PULLS
+    pulls = models_dir / ".pulls"
     pulls.mkdir(parents=True, exist_ok=True)
     folder = pulls / _key(final.relative_to(models_dir))
     lock = _lock(folder)
@@ -40,7 +38,7 @@ def workspace(final: Path, models_dir: Path, progress: Progress) -> Iterator[Pat
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
-    """Raise ModelError when the disk cannot hold this many more bytes."""
+    """Raise ModelError if the disk cannot hold this many more bytes."""
     free_bytes = shutil.disk_usage(folder).free
     if size_bytes > free_bytes:
         raise ModelError(
@@ -64,7 +62,7 @@ def publish_folder(folder: Path, final: Path) -> None:
         folder.replace(final)
     except OSError as error:
         raise ModelError(
-            f"{final} holds something else already ({error.strerror}). Move it away and pull again."
+            f"{final} already has other content ({error.strerror}). Move it away and pull again."
         ) from error
 
 
@@ -73,7 +71,7 @@ def _key(relative: Path) -> str:
 
 
 def _lock(folder: Path) -> FileLock:
-    # Beside the folder and never deleted: a lock file that comes and goes locks nobody out.
+    # Next to the folder and never deleted: a deleted lock file would lock nobody out.
     return FileLock(folder.with_name(f"{folder.name}.lock"))
 
 
@@ -89,5 +87,5 @@ def _sweep(pulls: Path, *, keep: Path) -> None:
     for folder in pulls.iterdir():
         if folder == keep or not folder.is_dir():
             continue
-        with suppress(Timeout), _lock(folder).acquire(timeout=0):  # held: somebody is at work there
+        with suppress(Timeout), _lock(folder).acquire(timeout=0):  # skip folders in use
             shutil.rmtree(folder, ignore_errors=True)

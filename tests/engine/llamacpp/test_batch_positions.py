@@ -280,9 +280,9 @@ def test_a_shared_sequence_is_not_cut_inside_a_picture(
 ) -> None:
     sequence, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     run(engine, sequence, runs)
-    with pytest.raises(ValueError, match="inside a picture"):
+    with pytest.raises(ValueError, match="inside an image"):
         engine.sequences.truncate(sequence, 20)
-    with pytest.raises(ValueError, match="inside a picture"):
+    with pytest.raises(ValueError, match="inside an image"):
         engine.sequences.share(sequence, 20, into)
     for each in (sequence, into):
         engine.sequences.close(each)

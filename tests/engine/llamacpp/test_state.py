@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.state import BlockLayout, Transcoder, _floats, read_layout
+from rekindle.engine.llamacpp.state import BlockLayout, Requantiser, _floats, read_layout
 from rekindle.errors import CorruptBlock
 from tests.contract.actions import PROMPT, prefill
 
@@ -75,6 +75,6 @@ def test_a_state_that_is_laid_out_in_another_way_is_only_measured() -> None:
     """Then it is not transcoded; blocks still have to have its size."""
     layout = read_layout(b"x" * 100, b"x" * 130, 0)
     assert (layout.fixed, layout.each, layout.sections) == (70, 30, ())
-    assert Transcoder(None, layout, layout)
+    assert Requantiser(None, layout, layout)
     with pytest.raises(CorruptBlock):
         layout.split(b"x" * 101, 1, resumable=False)

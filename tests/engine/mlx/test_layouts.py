@@ -103,7 +103,7 @@ def test_a_transcoded_block_is_what_mlx_lm_makes_of_the_whole_cache(
     for start, stop in ((0, 45), (7, 13)):
         end = stop == 45
         blob = layouts[usual].export_block(caches, start, stop, resumable=end)
-        made = layouts.transcode(blob, stop - start, usual, kv_type, resumable=end)
+        made = layouts.requantise(blob, stop - start, usual, kv_type, resumable=end)
         assert made == layouts[kv_type].export_block(quantised, start, stop, resumable=end)
 
 
@@ -112,11 +112,11 @@ def test_eight_bits_become_four() -> None:
     layouts = Layouts(model, b"weights")
     caches = used(layouts, model, "q8_g64", 30)
     blob = layouts["q8_g64"].export_block(caches, 0, 30)
-    whole = layouts.transcode(blob, 30, "q8_g64", "q4_g32")
+    whole = layouts.requantise(blob, 30, "q8_g64", "q4_g32")
     into = layouts.make_caches("q4_g32")
     layouts["q4_g32"].restore_block(into, whole, 0, 30)
     part = layouts["q8_g64"].export_block(caches, 3, 9)
-    made = layouts.transcode(part, 6, "q8_g64", "q4_g32")
+    made = layouts.requantise(part, 6, "q8_g64", "q4_g32")
     assert layouts["q4_g32"].export_block(into, 3, 9) == made
 
 
@@ -127,12 +127,12 @@ def test_nothing_gains_bits_and_damage_is_refused() -> None:
     blob = layouts["f32"].export_block(caches, 0, 30)
     for target in ("f32", "q8_g32"):
         with pytest.raises(ValueError, match="fewer bits"):
-            layouts.transcode(blob, 30, "q8_g64", target)
+            layouts.requantise(blob, 30, "q8_g64", target)
     for bad in (blob[:-1], blob + b"\0", b"", blob[: len(blob) // 2]):
         with pytest.raises(CorruptBlock):
-            layouts.transcode(bad, 30, "f32", "q8_g64")
+            layouts.requantise(bad, 30, "f32", "q8_g64")
     with pytest.raises(CorruptBlock):
-        layouts.transcode(blob, 30, "f32", "q8_g64", resumable=True)
+        layouts.requantise(blob, 30, "f32", "q8_g64", resumable=True)
     with pytest.raises(CorruptBlock):
         layouts["q8_g64"].restore_block(layouts.make_caches("q8_g64"), blob, 0, 30)
 

@@ -137,7 +137,7 @@ def _pictures_of(cells: np.ndarray[Any, Any]) -> Iterator[tuple[int, Places]]:
         yield int(np.searchsorted(cells["position"], position)), places
 
 
-class Rows(NamedTuple):
+class BatchRows(NamedTuple):
     """Consecutive tokens of one sequence. `wanted` asks for the logits of the last one. Tokens of a
     picture are computed from `vectors`."""
 
@@ -178,7 +178,7 @@ class BatchArrays:
         )
 
     def fill(
-        self, rows: Seq[Rows], *, all_wanted: bool = False
+        self, rows: Seq[BatchRows], *, all_wanted: bool = False
     ) -> tuple[bindings.LlamaBatch, list[int]]:
         """Fill in all rows, and return the index of the last row of each run. `all_wanted` asks for
         the output of every row, as pooling needs."""
@@ -208,7 +208,7 @@ class BatchArrays:
             self._each_position[row] += 1
         return self._native
 
-    def _fill_run(self, run: Rows, start: int, *, all_wanted: bool) -> None:
+    def _fill_run(self, run: BatchRows, start: int, *, all_wanted: bool) -> None:
         stop = start + len(run.tokens)
         if run.vectors is None:
             self._tokens[start:stop] = run.tokens

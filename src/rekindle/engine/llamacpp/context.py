@@ -13,7 +13,7 @@ import numpy as np
 
 from rekindle.engine.base import Blob, Matrix
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.batch import BatchArrays, Rows, SlotPositions, split_places
+from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows, SlotPositions, split_places
 from rekindle.engine.llamacpp.state import cut_cells
 from rekindle.engine.llamacpp.step_threads import StepThreads
 from rekindle.errors import EngineBroken, ModelError, PoolFull
@@ -164,7 +164,7 @@ class Context:
         assert self._native is not None, "context is closed"
         return self._native
 
-    def decode(self, rows: Seq[Rows], *, causal: bool = True) -> list[int]:
+    def decode(self, rows: Seq[BatchRows], *, causal: bool = True) -> list[int]:
         """Compute all rows in one native call, and return the batch index of the last row of each
         run.
 
@@ -202,7 +202,7 @@ class Context:
         self._threads.end(time.perf_counter() - started)
         return status
 
-    def _placed(self, run: Rows) -> Rows:
+    def _placed(self, run: BatchRows) -> BatchRows:
         """Translate the start of a run from a token number to a position."""
         positions = self.positions[run.slot]
         if run.vectors is None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rekindle.engine.base import EmbedderInfo, EngineOptions, Matrix, OnProgress
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.batch import BatchArrays, Rows
+from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows
 from rekindle.engine.llamacpp.bert import CALL_TOKENS, Bert, open_bert, packed
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import EngineBroken, ModelError
@@ -62,7 +62,7 @@ class EmbeddingContext:
         return rows
 
     def _compute(self, inputs: Seq[Seq[int]]) -> None:
-        rows = [Rows(slot, 0, tokens, True) for slot, tokens in enumerate(inputs)]
+        rows = [BatchRows(slot, 0, tokens, True) for slot, tokens in enumerate(inputs)]
         batch, _ = self._batch.fill(rows, all_wanted=True)
         if self._memory:
             self._library.llama_memory_clear(self._memory, False)

@@ -1,8 +1,8 @@
-"""GGUF models through llama.cpp.
+"""Runs GGUF models with llama.cpp.
 
-Shared sequences of one KV type live in one context, a pool: they share cells and are batched
-together. An exact sequence has a context of its own: its cells lie in position order and its steps
-have no company, so what it computes depends on its own tokens alone.
+Shared sequences of one KV type live in one context, a pool. They share cells and are batched
+together. An exact sequence has its own context: its cells are in position order and its steps
+contain nothing else, so the result depends only on its own tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,13 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.batch import Rows
+from rekindle.engine.llamacpp.batch import BatchRows
 from rekindle.engine.llamacpp.capabilities import describe
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.host_arena import lock_memory
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.sequences import LlamaSequences
-from rekindle.engine.llamacpp.sizes import (
-    choose_sizes,
-)
+from rekindle.engine.llamacpp.sizes import choose_sizes
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.engine.sampling.sampler import build_sampler
 from rekindle.engine.sampling.step import build_step_sampler
@@ -61,7 +59,7 @@ class NativeCall:
 
 class LlamaPending:
     """A launched step. Its first native call has been made. The others follow when it is
-    collected, because a context keeps the logits of its last call alone."""
+    collected, because a context only keeps the logits of its last call."""
 
     __slots__ = ("calls", "work")
 
@@ -71,7 +69,9 @@ class LlamaPending:
 
 
 class LlamaCppEngine:
-    state_files = None  # no other program reads its blocks
+    """Implements `engine.base.Engine`."""
+
+    state_files = None  # no other program reads llama.cpp blocks of ours
 
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
@@ -81,13 +81,13 @@ class LlamaCppEngine:
         self._model = LlamaModel(options, on_progress)
         if not self._model.is_causal:
             raise ModelError(
-                f"{options.path.name} makes vectors and generates no text: "
+                f"{options.path.name} computes embeddings and generates no text: "
                 "give it as --embedding-model"
             )
         self._projector = _load_projector(self._model, options)
         sizes = choose_sizes(self._model, options, self._projector)
         allocate = arena.allocate if arena else plain_memory
-        self.sequences = LlamaSequences.build(self._model, options, sizes, allocate)
+        self.sequences = LlamaSequences(self._model, options, sizes, allocate)
         self._pools, self._exact = self.sequences.pools, self.sequences.exact
         self.tokenizer = self._model.tokenizer
         self.chat_template = self._model.chat_template
@@ -96,7 +96,7 @@ class LlamaCppEngine:
         self._step_sampler = build_step_sampler(busy_cores)
         if arena:
             arena.wait_until_locked()
-        #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
+        #: Called with the raw logits of every sampled token, so that tests can compare bits.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
 
     def sampler(
@@ -137,7 +137,7 @@ class LlamaCppEngine:
                 raise ValueError("these are not the vectors of this image")
             slot = 0 if sequence.exact else sequence.slot
             has_sampler = item.sampler is not None
-            rows.append(Rows(slot, sequence.length, item.tokens, has_sampler, vectors))
+            rows.append(BatchRows(slot, sequence.length, item.tokens, has_sampler, vectors))
         sees_ahead = self.capabilities.whole_pictures and call.work[0].vectors is not None
         with self.sequences.reset_when_broken():
             last_rows = call.context.decode(rows, causal=not sees_ahead)
@@ -146,8 +146,8 @@ class LlamaCppEngine:
         self.sequences.lengthen(call.work, on_gpu=self._model.on_gpu)
 
     def launch_next(self, pending: Pending, tokens: Seq[int]) -> LlamaPending:
-        """Repeat the only call of the step with new tokens. Everything else about it stays the
-        same. Rebuilding it would take as long as the native call of a small model."""
+        """Repeat the only call of the step with new tokens. Rebuilding the call would take as long
+        as the native call of a small model."""
         assert isinstance(pending, LlamaPending)
         [call] = pending.calls
         if self._pools.free_tokens(call.work[0].sequence.kv_type) < len(tokens):
@@ -195,7 +195,7 @@ class LlamaCppEngine:
     @property
     def _vision(self) -> Projector:
         if self._projector is None:
-            raise Unsupported("This model sees no pictures: it is served without a projector.")
+            raise Unsupported("This model takes no images: it is served without a projector.")
         return self._projector
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class LlamaCppEngine:
 
 
 def _native_calls(work: Seq[Work], capabilities: Capabilities) -> list[Seq[Work]]:
-    """Text and pictures are computed in calls of their own."""
+    """Separate text and images into different native calls."""
     pictures = [item for item in work if item.vectors is not None]
     if not pictures:
         return [work]
@@ -225,5 +225,5 @@ def _load_projector(model: LlamaModel, options: EngineOptions) -> Projector | No
     try:
         return Projector(model, options, options.mmproj)
     except ProjectorError:
-        model.close()  # the caller may load it again, without
+        model.close()  # the caller may load it again without a projector
         raise

@@ -1,4 +1,4 @@
-"""Sequences in native memory: shared ones in pools, exact ones in contexts of their own."""
+"""Manages sequences in native memory: shared ones in pools, exact ones in separate contexts."""
 
 from __future__ import annotations
 
@@ -19,50 +19,29 @@ from rekindle.memory import Allocate
 
 
 class LlamaSequences:
-    """Opens, fills, cuts and closes them, as `Engine` promises."""
+    """Implements `engine.base.Sequences`."""
 
     def __init__(
-        self,
-        pools: Pools,
-        exact: ExactContexts,
-        layouts: BlockLayouts,
-        allocate: Allocate,
-        *,
-        kv_type: KvType,
-        can_truncate: bool,
+        self, model: LlamaModel, options: EngineOptions, sizes: Sizes, allocate: Allocate
     ) -> None:
-        self.pools = pools
-        self.exact = exact
-        self.parking: DeviceParking | None = None  # where idle ones are parked
-        self.layouts = layouts
+        """Build the native memory with these sizes."""
+        library, native, free = model.library, model.native, partial(free_bytes, model)
+        self.pools = Pools(library, native, sizes.pool, sizes.other_pools, free)
+        self.exact = ExactContexts(library, native, sizes.exact, free)
+        measure = partial(measure_layout, model, options)
+        self.layouts = BlockLayouts(library, sizes.layouts, options.kv_type, measure)
         self.allocate = allocate
-        self._kv_type = kv_type
-        self._can_truncate = can_truncate
-
-    @classmethod
-    def build(
-        cls, model: LlamaModel, options: EngineOptions, sizes: Sizes, allocate: Allocate
-    ) -> LlamaSequences:
-        """The native memory that they live in, as large as was decided."""
-        library, native = model.library, model.native
-        free, measure = partial(free_bytes, model), partial(measure_layout, model, options)
-        sequences = cls(
-            Pools(library, native, sizes.pool, sizes.other_pools, free),
-            ExactContexts(library, native, sizes.exact, free),
-            BlockLayouts(library, sizes.layouts, options.kv_type, measure),
-            allocate,
-            kv_type=options.kv_type,
-            can_truncate=model.can_truncate,
-        )
+        self._kv_type = options.kv_type
+        self._can_truncate = model.can_truncate
+        self.parking: DeviceParking | None = None
         if sizes.park_tokens:
-            sequences.parking = DeviceParking(
-                sequences.pools.default,
+            self.parking = DeviceParking(
+                self.pools.default,
                 sizes.park_tokens,
                 sizes.layouts[options.kv_type].each,
                 partial(evenly_free_bytes, model),
-                sequences.reset_when_broken,
+                self.reset_when_broken,
             )
-        return sequences
 
     def free_tokens(self, kv_type: KvType | None = None) -> int:
         return self.pools.free_tokens(kv_type or self._kv_type)
@@ -90,9 +69,9 @@ class LlamaSequences:
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
-            raise ValueError("only shared sequences of one KV type share, and into an empty one")
+            raise ValueError("sharing needs two shared sequences of one KV type, one empty")
         if tokens != source.length and not self._can_truncate:
-            raise ValueError("this model's state is shared whole or not at all")
+            raise ValueError("this model's state can only be shared whole")
         pool = self.pools[source.kv_type]
         _check_whole(pool.context, source.slot, tokens)
         if source.is_parked and self.parking:
@@ -121,7 +100,7 @@ class LlamaSequences:
 
     def export(self, sequence: Sequence, start: int, stop: int, *, resumable: bool = False) -> Blob:
         if resumable and stop != sequence.length:
-            raise ValueError("a checkpoint is of the sequence's end")
+            raise ValueError("a checkpoint exists only at the end of a sequence")
         context, slot = self.context_of(sequence)
         with self.reset_when_broken():
             blob = context.export(slot, start, stop, self.allocate)
@@ -139,7 +118,7 @@ class LlamaSequences:
             if resumable:
                 context.resume(slot, checkpoint)
                 if not context.reaches(slot, stop):
-                    raise EngineBroken("a checkpoint is of another position")
+                    raise EngineBroken("a checkpoint belongs to another position")
         if not into.exact:
             self.pools[into.kv_type].cells.append(slot, tokens)
         into.length = stop
@@ -147,17 +126,17 @@ class LlamaSequences:
     def requantise(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
     ) -> bytes:
-        return self.layouts.transcode(blob, tokens, source, target, resumable=resumable)
+        return self.layouts.requantise(blob, tokens, source, target, resumable=resumable)
 
     def context_of(self, sequence: Sequence) -> tuple[Context, int]:
-        """The context that a sequence lives in, and its slot there."""
+        """Return the context of a sequence, and its slot there."""
         if sequence.exact:
             return self.exact[sequence.slot], 0
         return self.pools[sequence.kv_type].context, sequence.slot
 
     @contextmanager
     def reset_when_broken(self) -> Iterator[None]:
-        """An undefined memory is never used again: build it anew, empty."""
+        """Rebuild the native memory after EngineBroken, because it is undefined."""
         try:
             yield
         except EngineBroken:
@@ -166,7 +145,7 @@ class LlamaSequences:
 
     def reset(self) -> None:
         """Forget every sequence and rebuild the native memory."""
-        self.exact.close_all()  # before the pool asks for memory again
+        self.exact.close_all()  # first, to free memory for the pool
         self.pools.reset()
         if self.parking:
             self.parking.clear()
@@ -176,25 +155,25 @@ class LlamaSequences:
         self.pools.release_idle()
 
     def lengthen(self, work: Seq[Work], *, on_gpu: bool) -> None:
-        """What was computed is part of its sequence."""
+        """Count the tokens of a step as part of their sequences."""
         is_mixed = on_gpu and len(work) > 1
         for item in work:
             sequence, tokens = item.sequence, len(item.tokens)
             if is_mixed and tokens == 1 and sequence.scattered_from is None:
-                sequence.scattered_from = sequence.length  # rows of a step lie side by side
+                sequence.scattered_from = sequence.length  # rows of a step are stored side by side
             if not sequence.exact:
                 self.pools[sequence.kv_type].cells.append(sequence.slot, tokens)
             sequence.length += tokens
 
 
 def _scatter(sequence: Sequence, scattered_from: int | None) -> None:
-    """Of cells that another sequence had, or that this one had before it was cut."""
+    """Inherit fragmentation from another sequence, or keep it after a cut."""
     is_whole = scattered_from is None or scattered_from >= sequence.length
     sequence.scattered_from = None if is_whole else scattered_from
 
 
 def _check_whole(context: Context, slot: int, tokens: int) -> None:
-    """Cutting through a picture whose tokens have one position copies cells: those of an exact
-    sequence, which nobody shares."""
+    """Refuse a cut inside an image whose tokens share a position. It would copy cells, which other
+    sequences may share."""
     if context.whole(slot, tokens) != tokens:
-        raise ValueError("a shared sequence is not cut inside a picture of this model")
+        raise ValueError("a shared sequence cannot be cut inside an image of this model")

@@ -10,7 +10,7 @@ from typing import Any
 
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.batch import Rows
+from rekindle.engine.llamacpp.batch import BatchRows
 from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.pools import ExactBudget, OtherPools
@@ -171,7 +171,7 @@ def measure_layout(model: LlamaModel, options: EngineOptions, kv_type: KvType) -
     shape = _shape(model, options, cells=256, sequences=1, batch=8)
     context = Context(model.library, model.native, replace(shape, kv_type=kv_type))
     try:
-        context.decode([Rows(0, 0, [0, 0], False)])
+        context.decode([BatchRows(0, 0, [0, 0], False)])
         one, two = (context.export(0, 0, tokens) for tokens in (1, 2))
         checkpoint = len(context.checkpoint(0)) if context.shape.recurrent else 0
         return read_layout(one, two, checkpoint)

@@ -155,7 +155,7 @@ def cut_cells(state: memoryview, start: int, stop: int) -> bytes:
     return b"".join(written)
 
 
-class Transcoder:
+class Requantiser:
     """Converts blocks of one layout to another."""
 
     def __init__(self, library: Any, source: BlockLayout, target: BlockLayout) -> None:
@@ -163,7 +163,7 @@ class Transcoder:
         self._source = source
         self._target = target
 
-    def transcode(self, blob: Blob, tokens: int, *, resumable: bool) -> bytes:
+    def requantise(self, blob: Blob, tokens: int, *, resumable: bool) -> bytes:
         """Convert the cells of a block. Its checkpoint stays as it is."""
         cells, checkpoint = self._source.split(blob, tokens, resumable=resumable)
         written = [bytes(cells[: bindings.STATE_HEADER_BYTES])]
@@ -246,13 +246,13 @@ class BlockLayouts:
         """Return the sizes of a type."""
         return self._sizes[kv_type]
 
-    def transcode(
+    def requantise(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool
     ) -> bytes:
         if BITS[target] >= BITS[source]:
             raise ValueError(f"{target} cells do not have fewer bits than {source} cells")
         layouts = self.measured(source), self.measured(target)
-        return Transcoder(self._library, *layouts).transcode(blob, tokens, resumable=resumable)
+        return Requantiser(self._library, *layouts).requantise(blob, tokens, resumable=resumable)
 
     def measured(self, kv_type: KvType) -> BlockLayout:
         """Return the layout of a type with its rotations; raises NoMemory."""

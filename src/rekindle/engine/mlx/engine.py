@@ -1,8 +1,8 @@
-"""MLX models through mlx_lm.
+"""Runs MLX models with mlx_lm.
 
-A sequence's state is in caches of its own; prompts are read there, a sequence at a time. Sequences
-of one KV type and of similar length that decode have a batch together. An exact sequence always
-computes alone, in whole steps: what it computes depends on its own tokens alone.
+A sequence has its own caches, and is prefilled there. Decoding sequences of one KV type and similar
+length share a batch. An exact sequence always computes alone, in whole steps, so the result depends
+only on its own tokens.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class MlxPending(NamedTuple):
 
 
 class MlxEngine:
+    """Implements `engine.base.Engine`."""
+
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
@@ -85,7 +87,7 @@ class MlxEngine:
         self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
         busy_cores = 0 if self._device == "gpu" else options.threads
         self._step_sampler = build_step_sampler(busy_cores)
-        #: Called with the raw logits behind every choice; how tests compare runs bit by bit.
+        #: Called with the raw logits of every sampled token, so that tests can compare bits.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
     def _describe(self, sizes: memory.MlxSizes, loaded: LoadedModel) -> Capabilities:
@@ -111,7 +113,7 @@ class MlxEngine:
         )
 
     def _empty_batches(self) -> dict[KvType, DecodingBatches]:
-        """For the KV types whose caches have a batch form."""
+        """Return batches for the KV types whose caches have a batch form."""
         return {
             kv_type: DecodingBatches(self._model, pads=layout.token_bytes > 0)
             for kv_type, layout in self._layouts.kv.items()
@@ -179,4 +181,4 @@ def _check_room(work: Seq[Work], free_tokens: Callable[[KvType], int]) -> None:
 
 
 def _refuse_pictures() -> NoReturn:
-    raise Unsupported("MLX models are served without pictures: send text, or serve a GGUF model.")
+    raise Unsupported("MLX models take no images: send text, or serve a GGUF model.")

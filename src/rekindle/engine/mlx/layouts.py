@@ -127,7 +127,7 @@ class Layouts:
             caches = list(map(self._quantisations[kv_type].cache, caches))
         return caches
 
-    def transcode(
+    def requantise(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
     ) -> bytes:
         """Convert a block to another type. Its checkpoint stays as it is. Raises CorruptBlock."""

@@ -1,8 +1,8 @@
-"""Sequences of MLX models: where their state is, and how much of the KV budget they hold.
+"""Manages the sequences of MLX models and their share of the KV budget.
 
-MLX has no pool of cells: a sequence's state is arrays of its own, as long as it is, and cells are
-what the budget comes to in tokens. Two sequences refer to the same arrays until one of them is
-written to, and then each has its own; so each counts for itself from the beginning.
+MLX has no pool of cells. Each sequence has its own arrays, and cells are the KV budget counted in
+tokens. Two sequences refer to the same arrays until one of them writes. Then each has its own copy,
+so every sequence counts in full from the start.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ class BatchGroup(Protocol):
 
 
 class MlxSequence(Sequence):
-    """A sequence's state is in caches of its own, in a row of a batch, or, between two steps, in
-    both."""
+    """A sequence whose state is in its own caches, in a row of a batch, or in both between two
+    steps."""
 
     __slots__ = ("batch", "caches")
 
     def __init__(self, slot: int, *, exact: bool, kv_type: KvType, caches: Caches) -> None:
         super().__init__(slot, exact=exact, kv_type=kv_type)
-        self.caches: Caches | None = caches  # None: the batch has what is newer
+        self.caches: Caches | None = caches  # None: only the batch has the current state
         self.batch: RowBatch | None = None
 
     def read(self) -> Caches:
-        """The state as it is now, not to be written to."""
+        """Return the current state, for reading."""
         if self.caches is None:
             assert self.batch is not None
             self.caches = self.batch.extract(self)
         return self.caches
 
     def take(self) -> Caches:
-        """The state to be written to: it is in no batch any more."""
+        """Return the current state, for writing. It leaves its batch."""
         caches = self.read()
         self.leave_batch()
         return caches
@@ -73,7 +73,7 @@ class MlxSequence(Sequence):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSize:
-    """What sequences of one KV type may hold together, and what one of full length takes."""
+    """Cells of all sequences of one KV type, and memory of one sequence of full length."""
 
     cells: int
     context_bytes: int
@@ -102,7 +102,7 @@ class _Pool:
 class MlxSequences:
     """Implements `engine.base.Sequences`: every open sequence, and the cells of the shared ones."""
 
-    parking = None  # idle caches do not slow anybody down where they are
+    parking = None  # idle caches do not slow down steps
 
     def __init__(
         self,
@@ -168,9 +168,9 @@ class MlxSequences:
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
-            raise ValueError("only shared sequences of one KV type share, and into an empty one")
+            raise ValueError("sharing needs two shared sequences of one KV type, one empty")
         if tokens != source.length and not self._layouts.can_truncate:
-            raise ValueError("this model's state is shared whole or not at all")
+            raise ValueError("this model's state can only be shared whole")
         if tokens:
             _ours(into).caches = state.share(_ours(source).read(), tokens)
         self.grow(into, tokens)
@@ -206,7 +206,7 @@ class MlxSequences:
     def requantise(
         self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
     ) -> bytes:
-        return self._layouts.transcode(blob, tokens, source, target, resumable=resumable)
+        return self._layouts.requantise(blob, tokens, source, target, resumable=resumable)
 
     def grow(self, sequence: Sequence, tokens: int) -> None:
         """Count tokens that were added to a sequence."""
