@@ -30,8 +30,8 @@ from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 from rekindle.errors import ModelError
 from rekindle.models.catalogue import HubModel
 from rekindle.models.folder import CONFIG, WEIGHTS, is_model_folder
+from rekindle.models.gguf_files import Chosen, Unclear, best_projector, choose
 from rekindle.models.progress import Progress, task
-from rekindle.models.quant import Chosen, Unclear, best_projector, choose
 from rekindle.models.workspace import publish, publish_folder, require_room, workspace
 
 MAX_CHOICES_SHOWN = 20

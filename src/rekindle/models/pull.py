@@ -10,8 +10,14 @@ from rekindle.models import package
 from rekindle.models.catalogue import CATALOGUE, HubModel, LocalModel, PackagedModel, locate
 from rekindle.models.folder import check_folder
 from rekindle.models.gguf import check_gguf
+from rekindle.models.gguf_files import (
+    best_projector,
+    model_name,
+    projectors,
+    split_names,
+    whole_models,
+)
 from rekindle.models.progress import Progress
-from rekindle.models.quant import best_projector, model_name, projectors, split_names, whole_models
 from rekindle.models.workspace import publish, workspace
 from rekindle.protocol.requests import ENGINE_MODULE
 

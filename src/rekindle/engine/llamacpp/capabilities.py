@@ -20,7 +20,7 @@ from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.sizes import Sizes, find_gpus
 from rekindle.engine.llamacpp.state import BITS, GROUPS
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.models.quant import split_names
+from rekindle.models.gguf_files import split_names
 from rekindle.protocol.media import IMAGE, TEXT
 
 STATE_FORMAT = "llama.cpp state, unified, flash attention, 2"

@@ -14,7 +14,7 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.errors import ModelError
-from rekindle.models.quant import split_names
+from rekindle.models.gguf_files import split_names
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from rekindle.kvcache.tiers.base import OnEvent, Tier
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.memory import Allocate, host_free_bytes, plain_memory
-from rekindle.models.quant import split_names
+from rekindle.models.gguf_files import split_names
 from rekindle.protocol.frames import PARKED, POOL, Capacity
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import GB, GIB, RuntimeSettings, usable_cores

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle.models.quant import Chosen, Unclear, choose, split_names
+from rekindle.models.gguf_files import Chosen, Unclear, choose, split_names
 
 SPLIT = tuple(f"BF16/m-BF16-0000{n}-of-00003.gguf" for n in (1, 2, 3))
 REPO = ["README.md", "m-Q2_K.gguf", "m-Q4_K_M.gguf", "m-Q8_0.gguf", "mmproj-m-F16.gguf", *SPLIT]
