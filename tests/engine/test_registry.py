@@ -99,7 +99,7 @@ def test_an_adapter_is_refused_by_an_engine_that_takes_none(tmp_path: Path) -> N
 
 
 def test_an_engine_that_makes_no_vectors_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="mlx makes no embeddings"):
+    with pytest.raises(ModelError, match="mlx computes no embeddings"):
         load_embedder(EngineOptions(path=write_folder(tmp_path / "tiny")))
 
 

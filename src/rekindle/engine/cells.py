@@ -1,4 +1,4 @@
-"""Who holds which cells of a pool whose sequences share prefixes."""
+"""Counts the KV cells of a pool whose sequences share prefixes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class _Run:
-    """Consecutive cells held by the same sequences."""
+    """Consecutive cells with the same holders."""
 
     __slots__ = ("holders", "tokens")
 
@@ -17,12 +17,12 @@ class _Run:
 
 
 class Cells:
-    """Counts the cells in use; a cell shared by several sequences counts once."""
+    """Counts the cells in use. A cell that several sequences share counts once."""
 
     def __init__(self, total: int) -> None:
         self.total = total
         self.used = 0
-        self.peak = 0  # the most that were in use since none was
+        self.peak = 0  # largest use since the pool was empty
         self._runs: dict[int, list[_Run]] = {}
 
     @property
@@ -35,13 +35,13 @@ class Cells:
         return [slot for slot, runs in self._runs.items() if runs]
 
     def freed(self, slots: Iterable[int]) -> int:
-        """How many more would be free without these sequences."""
+        """Return the number of cells that closing these sequences would free."""
         held = Counter(run for slot in slots for run in self._runs.get(slot, ()))
         return sum(run.tokens for run, holders in held.items() if holders == run.holders)
 
     def append(self, slot: int, tokens: int) -> None:
         runs = self._runs.setdefault(slot, [])
-        if runs and runs[-1].holders == 1:  # its own: a reply is one run, not one a token
+        if runs and runs[-1].holders == 1:  # not shared, so it can grow
             runs[-1].tokens += tokens
         elif tokens:
             runs.append(_Run(tokens))
@@ -75,7 +75,7 @@ class Cells:
             self.peak = self.peak if self.used else 0
 
     def _split(self, slot: int, tokens: int) -> list[_Run]:
-        """The runs that are exactly the first `tokens` of a sequence; one may have to be split."""
+        """Return the runs of the first `tokens` of a sequence. Splits a run if necessary."""
         first: list[_Run] = []
         for run in list(self._runs.get(slot, [])):
             if tokens <= 0:

@@ -1,7 +1,7 @@
-"""Which engine loads a model, decided by what its files are.
+"""Chooses the engine that loads a model, by the format of its files.
 
-An engine's module is imported when a model needs it, never for the list alone. An engine from
-outside this package is a module that the environment names and that has an `ENGINE` of its own.
+The module of an engine is imported when a model needs it. An engine from another package is a
+module that the environment names, with its own `ENGINE`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from rekindle.protocol.requests import ENGINE_MODULE
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """One engine: which models it loads, and where to find what loads them."""
+    """An engine: the models that it loads, and the factories that load them."""
 
     name: str
-    format: str  # of its files, as people call it
+    format: str  # name of the file format, for messages
     matches: Callable[[Path], bool]
     factory: str  # "module:name" of a callable(EngineOptions, OnProgress) -> Engine
-    embedder_factory: str | None = None  # the same, -> Embedder; None: it makes no vectors
-    extra: str | None = None  # of our package, that brings what the module imports
+    embedder_factory: str | None = None  # the same for an Embedder; None: unsupported
+    extra: str | None = None  # extra of our package that installs the imports of the module
     takes_adapters: bool = False
 
     def load(self, options: EngineOptions, on_progress: OnProgress) -> Engine:
         if options.adapter and not self.takes_adapters:
             raise ModelError(
-                f"{self.name} takes no adapters: merge {options.adapter} into the model, or leave "
-                "--adapter out"
+                f"{self.name} takes no adapters: merge {options.adapter} into the model, or omit "
+                "--adapter"
             )
         engine: Engine = self._resolve(self.factory)(options, on_progress)
         return engine
 
     def load_embedder(self, options: EngineOptions, on_progress: OnProgress) -> Embedder:
         if self.embedder_factory is None:
-            raise ModelError(f"{self.name} makes no embeddings: give a model of another format")
+            raise ModelError(f"{self.name} computes no embeddings: give a model of another format")
         embedder: Embedder = self._resolve(self.embedder_factory)(options, on_progress)
         return embedder
 
@@ -61,8 +61,8 @@ class EngineKind:
 
 
 def _is_gguf(path: Path) -> bool:
-    """By name, so that a damaged file is refused by the engine that knows what is wrong with it;
-    or by its first bytes."""
+    """Judge by the name, so that a damaged file gets a precise error later, or by the first
+    bytes."""
     if path.suffix.lower() == ".gguf":
         return True
     magic = b"GGUF"
@@ -93,7 +93,7 @@ ENGINES = (
 
 
 def known_engines(environment: Mapping[str, str] = os.environ) -> tuple[EngineKind, ...]:
-    """Ours, after the one that the environment adds."""
+    """Return the engine that the environment adds, if any, and ours."""
     module = environment.get(ENGINE_MODULE)
     return (_added(module), *ENGINES) if module else ENGINES
 
@@ -102,35 +102,37 @@ def _added(module: str) -> EngineKind:
     try:
         kind = import_module(module).ENGINE
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{ENGINE_MODULE} names {module}, which is no engine: {error}") from error
+        reason = f"{ENGINE_MODULE} names {module}, which is not an engine: {error}"
+        raise ConfigError(reason) from error
     if not isinstance(kind, EngineKind):
-        raise ConfigError(f"{ENGINE_MODULE} names {module}, whose ENGINE is no EngineKind")
+        raise ConfigError(f"{ENGINE_MODULE} names {module}, whose ENGINE is not an EngineKind")
     return kind
 
 
 def load_engine(
     options: EngineOptions, on_progress: OnProgress = lambda _done: None, *, name: str | None = None
 ) -> Engine:
-    """The first engine that takes the model, or the one called `name`; raises ModelError."""
+    """Load a model with the first engine that takes it, or with the engine `name`; raises
+    ModelError."""
     return _kind_of(options.path, name).load(options, on_progress)
 
 
 def load_embedder(options: EngineOptions, on_progress: OnProgress = lambda _done: None) -> Embedder:
-    """The same for a model that makes vectors."""
+    """Load a model for embeddings or reranking; raises ModelError."""
     return _kind_of(options.path, None).load_embedder(options, on_progress)
 
 
 def _kind_of(path: Path, name: str | None) -> EngineKind:
     engines = known_engines()
-    usual = next((kind for kind in engines if kind.matches(path)), None)
-    chosen = usual if name is None else next((k for k in engines if k.name == name), None)
+    default = next((kind for kind in engines if kind.matches(path)), None)
+    chosen = default if name is None else next((k for k in engines if k.name == name), None)
     supported = ", ".join(f"{kind.format} ({kind.name})" for kind in engines)
     if chosen is None:
         what = f"no engine loads {path.name}" if name is None else f"no engine is called {name}"
         raise ModelError(f"{what}; supported formats: {supported}")
-    if usual is not None and not chosen.matches(path):
+    if default is not None and not chosen.matches(path):
         raise ModelError(
-            f"{path.name} is a model in the format {usual.format}, which {chosen.name} does not "
-            f"load: leave --engine out, or give --engine {usual.name}"
+            f"{path.name} is a model in the format {default.format}, which {chosen.name} does not "
+            f"load: omit --engine, or give --engine {default.name}"
         )
     return chosen

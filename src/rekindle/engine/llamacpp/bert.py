@@ -1,9 +1,8 @@
-"""BERT on a CPU, with NumPy: its matrix products use whatever the CPU has, where the library's
-kernels end at AVX2.
+"""Computes BERT embeddings on an x86 CPU with NumPy, whose BLAS uses AVX-512.
 
-Inputs are computed side by side, a thread for each run of about as many rows as fit in a core's
-cache; a run that is alone has all threads for each of its steps. No row is padding: products take
-all rows of a run together, attention those of one length.
+llama.cpp's kernels end at AVX2 and reach about half of the throughput (decision 32). Inputs are
+packed into runs that fit in a core's cache, with a thread for each run. All threads share a single
+run. Nothing is padded: products take all rows of a run, and attention takes rows of one length.
 """
 
 from __future__ import annotations
@@ -23,42 +22,45 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.model import GgufHeader, LlamaModel, TensorPlace, open_header
 from rekindle.engine.llamacpp.thread_team import MIN_WORK, Share, ThreadTeam, alone
 
-# ----------------------------------------------------------------------
-# A product of rows and weights, plus a bias, in the order that the BLAS of NumPy is fast with.
-#
-# For a small product OpenBLAS has kernels, on CPUs with AVX-512, that read the weights where they
-# lie. For any other it copies them first into an order of its own, again for every product, which
-# for a dozen rows takes as long as the product. So weights are kept in panels of a few columns,
-# one after another, and a few rows at a time are multiplied by a panel.
-
 Tensors = Mapping[str, Matrix]
-READING_ROWS = 16  # as many could be multiplied while weights are read
+CALL_TOKENS = 512  # tokens of inputs that are computed together, unless one has more
+SAFE_SCORE = 60  # exponentials of such scores, and their sums, stay in the range of float32
+# gelu(x) = x (1 + tanh(a x + b x^3)) / 2. Inputs are scaled by the cube root of b, so that the
+# inner part is x^3 + GELU_LINEAR x. The weights before and after account for the scale.
+TANH_LINEAR = (2 / np.pi) ** 0.5
+GELU_SCALE = (0.044715 * TANH_LINEAR) ** (1 / 3)
+GELU_LINEAR = np.float32(TANH_LINEAR / GELU_SCALE)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How much a product takes at once, and how many rows make a run that a thread computes."""
+    """Sizes of products and runs.
+
+    For small products OpenBLAS has AVX-512 kernels that read the weights in place. For larger ones
+    it first copies them into another order, which for a dozen rows takes as long as the product. So
+    weights are stored in panels of a few columns, and a few rows are multiplied by a panel at a
+    time.
+    """
 
     panel_columns: int
-    most_multiplications: int | None  # of one product; None: as many as there are
-    least_run_rows: int  # fewer do not pay for reading all weights
-    most_run_rows: int
+    max_multiplications: int | None  # in one product
+    min_run_rows: int  # fewer rows do not pay for reading all weights
+    max_run_rows: int
 
 
-IN_PLACE = Tiling(32, 100**3, least_run_rows=32, most_run_rows=160)
-COPIED = Tiling(256, None, least_run_rows=96, most_run_rows=512)
-ROWS_STEP = 6  # the kernels are fastest with a multiple of so many rows
-WITH_SMALL_KERNELS = ("SkylakeX", "Cooperlake", "SapphireRapids")  # any CPU that has AVX-512
+IN_PLACE = Tiling(32, 100**3, min_run_rows=32, max_run_rows=160)
+COPIED = Tiling(256, None, min_run_rows=96, max_run_rows=512)
 
 
 def tiling_here() -> Tiling:
+    with_avx512 = ("SkylakeX", "Cooperlake", "SapphireRapids")  # architectures of OpenBLAS
     names = [each.get("architecture") for each in threadpool_info() if each["user_api"] == "blas"]
-    return IN_PLACE if names and all(name in WITH_SMALL_KERNELS for name in names) else COPIED
+    return IN_PLACE if names and all(name in with_avx512 for name in names) else COPIED
 
 
 class Weights:
-    """Puts the weights of all layers into one array: NumPy has a large one lie in huge pages, and
-    a CPU that has to look up the address of every 4 KiB is a third slower with a dozen rows."""
+    """Places the weights of all layers in one array. NumPy puts a large array into huge pages.
+    Looking up 4 KiB pages would make products of a dozen rows a third slower."""
 
     def __init__(self, count: int, shards: int, tiling: Tiling) -> None:
         self.shards = shards
@@ -66,16 +68,15 @@ class Weights:
         self._free: Matrix = np.empty(count, np.float32)
 
     def by_outputs(self, weight: Matrix, bias: Matrix) -> Linear:
-        """Each shard makes outputs of its own. `weight` has a row for each, as in a file."""
+        """Split the outputs into shards. `weight` has a row per output, as in the file."""
         split = weight.reshape(self.shards, -1, weight.shape[1])
         return self._linear(split, bias.reshape(self.shards, 1, -1))
 
     def whole(self, weight: Matrix, bias: Matrix) -> Linear:
-        """In one shard."""
         return self._linear(weight[None], bias[None, None])
 
     def by_inputs(self, weight: Matrix) -> Linear:
-        """Each shard makes a part of all outputs, of its own inputs."""
+        """Split the inputs into shards. Each shard computes a summand of all outputs."""
         return self._linear(weight.reshape(len(weight), self.shards, -1).swapaxes(0, 1), None)
 
     def _linear(self, weight: Matrix, bias: Matrix | None) -> Linear:
@@ -83,27 +84,27 @@ class Weights:
         fitting = range(min(self._tiling.panel_columns, outputs), 0, -1)
         width = next(columns for columns in fitting if outputs % columns == 0)
         panels = weight.reshape(shards, -1, width, inputs).swapaxes(2, 3)
-        most_rows = None
-        if self._tiling.most_multiplications is not None:
-            rows = self._tiling.most_multiplications // (width * inputs)
-            most_rows = max(rows - rows % ROWS_STEP, 1)
+        max_rows = None
+        if self._tiling.max_multiplications is not None:
+            rows = self._tiling.max_multiplications // (width * inputs)
+            max_rows = max(rows - rows % 6, 1)  # the kernels are fastest with a multiple of 6
         placed = self._free[: panels.size].reshape(panels.shape)
         placed[...] = panels
         self._free = self._free[panels.size :]
-        return Linear(placed, bias, most_rows)
+        return Linear(placed, bias, max_rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """Weights in shards, and those in panels."""
+    """A linear layer: weights in shards, and each shard in panels."""
 
-    panels: Matrix  # of shard, panel, input and column
-    bias: Matrix | None  # of shard, row (one) and column; None where the shards are yet to be added
-    most_rows: int | None  # of one product
+    panels: Matrix  # shard, panel, input, column
+    bias: Matrix | None  # shard, 1, column; None if shards are summands
+    max_rows: int | None  # in one product
 
     def __call__(self, rows: Matrix, shards: slice, share: Share) -> Matrix:
-        """What these shards make of the rows: of shard, row and column. The rows are the same for
-        all, or (of shard, row and column, too) each shard's own."""
+        """Multiply rows by some shards. The rows are the same for all shards, or have a leading
+        shard axis."""
         weights = self.panels[shards]
         count, panels, inputs, width = weights.shape
         made = np.empty((count, rows.shape[-2], panels * width), np.float32)
@@ -116,14 +117,15 @@ class Linear:
                 columns = made[shard, :, first * width : last * width]
                 self._multiply(own[shard], weights[shard, first:last], columns)
 
-        share(compute, count * panels, inputs * width * (rows.shape[-2] + READING_ROWS))
+        # Reading the weights takes as long as multiplying 16 rows.
+        share(compute, count * panels, inputs * width * (rows.shape[-2] + 16))
         if self.bias is not None:
             made += self.bias[shards]
         return made
 
     def _multiply(self, rows: Matrix, panels: Matrix, into: Matrix) -> None:
         count = len(rows)
-        most = self.most_rows or count
+        most = self.max_rows or count
         whole = count - count % most
         if whole:
             some = rows[:whole].reshape(-1, 1, most, rows.shape[1])
@@ -134,47 +136,38 @@ class Linear:
 
 
 def _by_panel(values: Matrix, rows: int, panels: Matrix) -> Matrix:
-    """A view of the same values: of so many rows, panel, row and column."""
+    """View the same values by group of rows, panel, row and column."""
     return values.reshape(-1, rows, len(panels), panels.shape[2]).swapaxes(1, 2)
 
 
-# ----------------------------------------------------------------------
-# One layer of a BERT, in steps that several threads can share.
-
-LEAST_SHARED_ROWS = 48  # of fewer only products are shared: the rest would wait for Python's lock
-SAFE_SCORE = 60  # up to here exponentials and their sums are ordinary numbers
-# gelu(x) = x (1 + tanh(a x + b x^3)) / 2. The inputs come scaled by the cube root of b, so that
-# the inner part is x^3 + GELU_LINEAR x; the weights before and after see to it.
-TANH_LINEAR = (2 / np.pi) ** 0.5
-GELU_SCALE = (0.044715 * TANH_LINEAR) ** (1 / 3)
-GELU_LINEAR = np.float32(TANH_LINEAR / GELU_SCALE)
-
-Stage = Callable[[slice, Share], None]  # of some shards
+Stage = Callable[[slice, Share], None]  # computes some shards
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive rows of inputs that are equally long."""
+class InputSpan:
+    """Consecutive rows of inputs of equal length."""
 
     start: int
     inputs: int
-    tokens: int  # of each
+    tokens: int  # of each input
 
     @property
     def stop(self) -> int:
         return self.start + self.inputs * self.tokens
 
     def of(self, rows: Matrix) -> Matrix:
-        """These rows, by input and token."""
+        """View these rows by input and token."""
         shape = (*rows.shape[:-2], self.inputs, self.tokens, rows.shape[-1])
         return rows[..., self.start : self.stop, :].reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
+    """A layer norm."""
+
     weight: Matrix
     bias: Matrix
-    average: Matrix  # multiplied by a row: the mean of its values
+    average: Matrix  # a row times this is its mean
     epsilon: np.float32
 
     @classmethod
@@ -184,7 +177,7 @@ class Norm:
         return cls(weight, tensors[f"{name}.bias"], average, np.float32(epsilon))
 
     def __call__(self, rows: Matrix) -> Matrix:
-        """In place."""
+        """Normalise in place."""
         width = np.float32(rows.shape[1])
         rows -= (rows @ self.average)[:, None]
         variance = np.vecdot(rows, rows) / width
@@ -197,8 +190,8 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Its weights are in shards, some heads and some inner columns each, that one thread can
-    compute alone."""
+    """A transformer layer. A shard has some heads and some inner columns, and one thread can
+    compute it."""
 
     shards: int
     heads: int  # of a shard
@@ -239,7 +232,7 @@ class Layer:
             Norm.of(tensors, "layer_output_norm", epsilon),
         )
 
-    def __call__(self, rows: Matrix, spans: list[Span], share: Share) -> Matrix:
+    def __call__(self, rows: Matrix, spans: list[InputSpan], share: Share) -> Matrix:
         attended = self._attention(rows, spans, share)
         attended += rows
         rows = self.attention_norm(attended)
@@ -248,7 +241,7 @@ class Layer:
         outer += rows
         return self.norm(outer)
 
-    def _attention(self, rows: Matrix, spans: list[Span], share: Share) -> Matrix:
+    def _attention(self, rows: Matrix, spans: list[InputSpan], share: Share) -> Matrix:
         seen = np.empty_like(rows)
 
         def compute(shards: slice, share: Share) -> None:
@@ -261,7 +254,7 @@ class Layer:
         return _total(self.attention_output(seen, slice(0, 1), share))
 
     def _attend(self, projected: Matrix, seen: Matrix) -> None:
-        """What each token sees, by its query, of the values in its own input."""
+        """Attend within each input."""
         shape = (*projected.shape[:3], 3, self.heads, -1)
         queries, keys, values = projected.reshape(shape).transpose(3, 0, 1, 4, 2, 5)
         scores = queries @ keys.swapaxes(-1, -2)
@@ -272,7 +265,7 @@ class Layer:
         seen /= (scores @ np.ones(scores.shape[-1], np.float32))[..., None]
 
     def _feed_forward(self, rows: Matrix, share: Share) -> Matrix:
-        """Without the bias."""
+        """Compute the feed-forward part without its bias."""
         made: dict[int, Matrix] = {}
 
         def compute(shards: slice, share: Share) -> None:
@@ -283,14 +276,15 @@ class Layer:
         return _total(made[first] for first in sorted(made))
 
     def _staged(self, compute: Stage, rows: int, share: Share) -> None:
-        if rows < LEAST_SHARED_ROWS:
+        # With few rows only products are shared. The rest would wait for the interpreter lock.
+        if rows < 48:
             compute(slice(0, self.shards), share)
         else:
             share(lambda shards: compute(shards, alone), self.shards, MIN_WORK)
 
 
 def _total(parts: Iterable[Matrix]) -> Matrix:
-    """In place of the first."""
+    """Add up in place of the first."""
     total, *more = parts
     for part in more:
         total += part
@@ -298,7 +292,7 @@ def _total(parts: Iterable[Matrix]) -> Matrix:
 
 
 def _twice_gelu(values: Matrix) -> Matrix:
-    """Halving is in the next weights."""
+    """Compute twice the GELU. The next weights contain the factor of a half."""
     inner = values * values
     inner += GELU_LINEAR
     inner *= values
@@ -308,19 +302,13 @@ def _twice_gelu(values: Matrix) -> Matrix:
     return inner
 
 
-# ----------------------------------------------------------------------
-# Which inputs are computed together.
-
-CALL_TOKENS = 512  # that inputs which are computed together have, unless one has more
-
-
-def packed(lengths: Seq[int], most_tokens: int, most_inputs: int) -> Iterator[list[int]]:
-    """Places of inputs that are computed together, the longest first: those of one call take about
-    the same time, and what is left for the last call is short."""
+def packed(lengths: Seq[int], max_tokens: int, max_inputs: int) -> Iterator[list[int]]:
+    """Yield the places of inputs to compute together, longest first. Calls take similar times, and
+    the last one is short."""
     places: list[int] = []
     tokens = 0
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-        if places and (tokens + lengths[place] > most_tokens or len(places) == most_inputs):
+        if places and (tokens + lengths[place] > max_tokens or len(places) == max_inputs):
             yield places
             places, tokens = [], 0
         places.append(place)
@@ -329,10 +317,9 @@ def packed(lengths: Seq[int], most_tokens: int, most_inputs: int) -> Iterator[li
         yield places
 
 
-MOST_SHARDS = 4  # a lone run has no use for more threads: it would wait for Python's lock
-
-
 class Bert:
+    """A BERT model. `pool` makes one row of all rows of an input."""
+
     def __init__(
         self,
         tensors: Tensors,
@@ -343,28 +330,28 @@ class Bert:
         pool: Callable[[Matrix], Matrix],
         threads: int,
     ) -> None:
-        """`pool` makes one row of all the rows of an input."""
         self._pool = pool
         self._tokens = tensors["token_embd.weight"]
         self._positions = tensors["position_embd.weight"] + tensors["token_types.weight"][0]
         self._norm = Norm.of(tensors, "token_embd_norm", epsilon)
         self._tiling = tiling_here()
         split = (heads, len(tensors["blk.0.ffn_up.bias"]))
-        fitting = range(min(threads, MOST_SHARDS), 0, -1)
+        # More than 4 threads in one run would wait for the interpreter lock.
+        fitting = range(min(threads, 4), 0, -1)
         shards = next(each for each in fitting if not any(size % each for size in split))
         blocks = [_block(tensors, layer) for layer in range(layers)]
         count = sum(each.size for block in blocks for each in block.values() if each.ndim == 2)
         weights = Weights(count, shards, self._tiling)
         self._layers = [Layer.of(each, weights, heads=heads, epsilon=epsilon) for each in blocks]
         self._team = ThreadTeam(threads, "bert")
-        # For good: BLAS threads of its own wait busily for each other (see ThreadTeam).
+        # For the whole process: BLAS threads wait busily for each other (see ThreadTeam).
         threadpool_limits(1, "blas")
 
     def pooled(self, inputs: Seq[Seq[int]]) -> Matrix:
-        """One row of each input, in their order."""
+        """Return one row per input, in their order."""
         lengths = [len(tokens) for tokens in inputs]
-        share = max(-(-sum(lengths) // self._team.size), self._tiling.least_run_rows)
-        runs = list(packed(lengths, min(share, self._tiling.most_run_rows), len(lengths)))
+        share = max(-(-sum(lengths) // self._team.size), self._tiling.min_run_rows)
+        runs = list(packed(lengths, min(share, self._tiling.max_run_rows), len(lengths)))
         made = np.empty((len(inputs), self._tokens.shape[1]), np.float32)
         if len(runs) == 1:
             made[runs[0]] = self._run([inputs[place] for place in runs[0]], self._team.share)
@@ -372,14 +359,14 @@ class Bert:
         waiting = iter(runs)
 
         def compute(_part: slice) -> None:
-            for run in waiting:  # of all threads, each run once
+            for run in waiting:  # the threads share the iterator
                 made[run] = self._run([inputs[place] for place in run], alone)
 
         self._team.share(compute, len(runs), MIN_WORK)
         return made
 
     def _run(self, inputs: Seq[Seq[int]], share: Share) -> Matrix:
-        """The inputs are in order of their lengths."""
+        """Compute inputs that are sorted by length."""
         spans = _spans(inputs)
         rows = self._tokens[np.concatenate([np.asarray(tokens) for tokens in inputs])]
         for span in spans:
@@ -403,40 +390,30 @@ def _block(tensors: Tensors, layer: int) -> Tensors:
     }
 
 
-def _spans(inputs: Seq[Seq[int]]) -> list[Span]:
-    spans: list[Span] = []
+def _spans(inputs: Seq[Seq[int]]) -> list[InputSpan]:
+    spans: list[InputSpan] = []
     for tokens, group in groupby(map(len, inputs)):
         start = spans[-1].stop if spans else 0
-        spans.append(Span(start, sum(1 for _ in group), tokens))
+        spans.append(InputSpan(start, sum(1 for _ in group), tokens))
     return spans
 
 
-# ----------------------------------------------------------------------
-# The weights of a BERT in a GGUF file, for where NumPy computes it.
-
 FLOATS = {bindings.GGML_TYPES["f32"]: np.float32, bindings.GGML_TYPES["f16"]: np.float16}
-FAST_MACHINES = ("x86_64", "AMD64")  # elsewhere the library's own kernels are as good
+FAST_MACHINES = ("x86_64", "AMD64")  # elsewhere llama.cpp is as fast
 BODY = ("token_embd.weight", "position_embd.weight", "token_types.weight", "token_embd_norm.weight")
 LAYER = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_up", "ffn_down")
 NORMS = ("attn_output_norm", "layer_output_norm")
 
 
-def _mean(rows: Matrix) -> Matrix:
-    means: Matrix = rows.mean(axis=1)
-    return means
-
-
-def _first(rows: Matrix) -> Matrix:
-    firsts: Matrix = rows[:, 0]
-    return firsts
-
-
-POOLS = {bindings.POOLING_MEAN: _mean, bindings.POOLING_CLS: _first}
+POOLS: dict[int, Callable[[Matrix], Matrix]] = {
+    bindings.POOLING_MEAN: lambda rows: rows.mean(axis=1),
+    bindings.POOLING_CLS: lambda rows: rows[:, 0],
+}
 
 
 def open_bert(model: LlamaModel, path: Path, threads: int) -> Bert | None:
-    """The model for NumPy; None where llama.cpp is to compute it, because it is another kind of
-    model, quantised, split, or not on an x86 CPU."""
+    """Load the model for NumPy. None if llama.cpp has to compute it: another kind of model,
+    quantised, split, on a GPU, or not on x86."""
     pool = POOLS.get(model.pooling)
     if pool is None or model.on_gpu or platform.machine() not in FAST_MACHINES:
         return None
@@ -457,7 +434,7 @@ def open_bert(model: LlamaModel, path: Path, threads: int) -> Bert | None:
 
 
 def _places(header: GgufHeader, layers: int) -> dict[str, TensorPlace] | None:
-    """Every tensor that such a model has; None unless all are there, as floats."""
+    """Find every tensor of a BERT. None unless all are there as floats."""
     names = [*BODY, "token_embd_norm.bias"]
     for layer in range(layers):
         blocks = (f"blk.{layer}.{name}" for name in (*LAYER, *NORMS))
@@ -468,7 +445,7 @@ def _places(header: GgufHeader, layers: int) -> dict[str, TensorPlace] | None:
 
 
 def _read(path: Path, place: TensorPlace, name: str, width: int) -> Matrix:
-    """A matrix has a row for each output."""
+    """Read a tensor. A matrix has a row per output."""
     kind = np.dtype(FLOATS[place.kind])
     count = place.size_bytes // kind.itemsize
     values = np.fromfile(path, kind, count, offset=place.offset_bytes).astype(np.float32)
