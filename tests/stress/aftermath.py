@@ -1,4 +1,4 @@
-"""What has to be true of a cache folder after a process that used it was killed."""
+"""Checks a cache folder after a process that used it was killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SAMPLES = 4
 
 
 def index_agrees_with_files(folder: Path) -> None:
-    """Opening may mend what the end has left; after it there is nothing to mend."""
+    """Opening the folder may repair it. Afterwards there is nothing left to repair."""
     opened = open_folder(folder, identity(), limit_bytes=PLENTY_BYTES)
     assert not opened.recovery.rebuilt, "a kill damages no index"
     assert not opened.recovery.quarantined, "a kill tears no file"
@@ -26,7 +26,7 @@ def index_agrees_with_files(folder: Path) -> None:
 
 
 def identity() -> bytes:
-    """Of the model that a harness works for."""
+    """The identity of the model that a harness works for."""
     capabilities = FakeEngine().capabilities
     return capabilities.kv_layout.fingerprint + b"%d" % capabilities.block_tokens
 
@@ -34,9 +34,9 @@ def identity() -> bytes:
 def promises_are_kept(
     folder: Path, diary: Diary, chance: random.Random, *, disk_bytes: int = PLENTY_BYTES
 ) -> None:
-    """What stands in the diary is there, and some of it is asked for."""
+    """Everything promised in the diary is on disk, and a sample of it is served."""
     harness = WitnessedHarness(FakeEngine(), diary=diary, folder=folder, disk_bytes=disk_bytes)
-    promises = diary.read()  # opening with a smaller budget may have evicted
+    promises = diary.read()  # opening with a smaller budget may evict blocks
     assert promises.blocks.keys() <= {block.key.hex() for block in harness.store if block.stored}
     known = {entry.key: entry.pinned for entry in harness.entries.of(None)}
     assert promises.entries <= known.keys()
@@ -45,16 +45,18 @@ def promises_are_kept(
     assert promises.deleted.isdisjoint(known)
     assert promises.gone.isdisjoint(block.key.hex() for block in harness.store)
     for key in chance.sample(sorted(promises.blocks), min(SAMPLES, len(promises.blocks))):
-        if found := diary.read().blocks.get(key):  # an answer before may have taken its place
+        if found := diary.read().blocks.get(key):  # an earlier answer may have evicted it
             whole = is_served(harness, *found)
-            assert whole or key not in diary.read().blocks  # or what is kept meanwhile does
+            assert (
+                whole or key not in diary.read().blocks
+            )  # or an entry that was kept in the meantime
     harness.close()
     left = [path.name for path in folder.rglob("*") if path.suffix == ".tmp"]
     assert left == []
 
 
 def is_served(harness: RuntimeHarness, salt: bytes, tokens: list[int]) -> bool:
-    """Whether all the state that lies on disk is given; it is the right one in any case."""
+    """Whether all state on disk is reused. The answer has to be right in any case."""
     prompt = [*tokens, 7]
     reply = harness.ask(prompt, salt=salt)
     assert reply.tokens == RuntimeHarness(FakeEngine()).ask(prompt).tokens

@@ -1,7 +1,7 @@
-"""What a process promised about its disk, written down before it could be broken.
+"""Records what a process promised about its disk, in a file that survives a kill.
 
-A line is in the file when the call returns, so it outlives a killed process. What is about to be
-revoked is written first: whatever stands unrevoked in the diary has to be found on disk.
+A line is in the file when the call returns. A promise is revoked in the diary before it is revoked
+on disk, so every promise that is not revoked must be found on disk.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SALTS = (b"", b"other")
 
 
 class Diary:
-    """Appends lines; reads back what they promise."""
+    """Appends lines, and reads back the promises."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -40,7 +40,7 @@ class Diary:
         os.write(self._handle, json.dumps(line).encode() + b"\n")
 
     def read(self) -> Promises:
-        """What stands by now; the same object every time."""
+        """The promises so far. Always returns the same object."""
         with self._path.open("rb") as file:
             file.seek(self._read_bytes)
             for line in file:
@@ -51,20 +51,22 @@ class Diary:
 
 @dataclass
 class Promises:
-    blocks: dict[str, tuple[bytes, list[int]]] = field(default_factory=dict)  # salt and tokens
+    blocks: dict[str, tuple[bytes, list[int]]] = field(
+        default_factory=dict
+    )  # a salt and tokens each
     entries: set[str] = field(default_factory=set)
     pinned: set[str] = field(default_factory=set)
-    answers: int = 0  # to pins, unpins and deletions
+    answers: int = 0  # answers to pins, unpins and deletions
     unpinned: set[str] = field(default_factory=set)
     deleted: set[str] = field(default_factory=set)  # entries
-    gone: set[str] = field(default_factory=set)  # blocks that a deletion took along
-    leaving: set[str] = field(default_factory=set)  # on their way there
+    gone: set[str] = field(default_factory=set)  # blocks that a deletion removed
+    leaving: set[str] = field(default_factory=set)  # blocks that are being removed
     errors: list[str] = field(default_factory=list)
 
     def apply(self, line: dict[str, Any]) -> None:
         match line:
             case {"opening": _}:
-                self.leaving = set()  # what was not done by then is not done
+                self.leaving = set()  # a later change is not part of the promise
             case {"stored": key, "salt": salt, "tokens": tokens}:
                 self.blocks[key] = (salt.encode(), tokens)
             case {"removing": key}:
@@ -108,7 +110,7 @@ class Promises:
 
 
 class WitnessedTier(DiskTier):
-    """Writes down what it is about to take off the disk."""
+    """Records every block before it is removed from disk."""
 
     diary: Diary
 
@@ -128,7 +130,7 @@ class WitnessedTier(DiskTier):
 
 
 class WitnessedHarness(RuntimeHarness):
-    """A harness on a folder whose promises stand in a diary."""
+    """A harness that records its promises in a diary."""
 
     def __init__(self, *args: Any, diary: Diary, calls: Calls | None = None, **more: Any) -> None:
         self.diary = diary
@@ -148,7 +150,7 @@ class WitnessedHarness(RuntimeHarness):
         return tier
 
     def acknowledge(self) -> None:
-        """Wait for the disk, then write down all that it has by now."""
+        """Wait for the disk, then record everything that is stored."""
         self.flush()
         salts = {self.namespace(salt): salt for salt in SALTS}
         stored = {block.key: block for block in self.store if block.stored}

@@ -1,4 +1,4 @@
-"""A cache folder with a conversation in it, to be damaged again and again."""
+"""Provides a cache folder with a conversation, which tests damage again and again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class WatchedSequences(FakeSequences):
 
 
 class WatchedEngine(FakeEngine):
-    """Remembers every byte of state it was ever given."""
+    """Remembers all state bytes that it was ever given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,11 +41,11 @@ class WatchedEngine(FakeEngine):
 
 @dataclass(frozen=True)
 class Shelf:
-    """A folder that a harness wrote and closed; `blocks` names its files, first to last."""
+    """A folder that a harness wrote and closed. `blocks` lists its files in order."""
 
     folder: Path
     tokens: tuple[int, ...]
-    cold: tuple[int, ...]  # what an engine without memory answers
+    cold: tuple[int, ...]  # the answer of an engine without a cache
     cache_key: str
     blocks: tuple[str, ...]
     states: tuple[bytes, ...]
@@ -70,7 +70,7 @@ class Shelf:
         return RuntimeHarness(WatchedEngine(), folder=self.folder)
 
     def ask(self, harness: RuntimeHarness) -> Reply:
-        """The conversation's next turn: right, and from good state only, whatever happened."""
+        """Ask the next turn. Its answer is right and uses only good state, whatever was damaged."""
         reply = harness.ask(self.tokens, names=Names(cache_key=self.cache_key))
         assert reply.tokens == list(self.cold), "a wrong answer"
         assert isinstance(harness.engine, WatchedEngine)
@@ -79,7 +79,7 @@ class Shelf:
 
 
 def write_shelf(folder: Path) -> Shelf:
-    """Two turns of a conversation: full blocks and a tail, a name, and a backup of the index."""
+    """Write two turns of a conversation: full blocks, a tail, a name and a backup of the index."""
     harness = RuntimeHarness(FakeEngine(), folder=folder)
     first = harness.ask(QUESTION, names=Names(session_id="mine"))
     second = harness.ask(

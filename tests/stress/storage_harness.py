@@ -1,4 +1,4 @@
-"""A harness over the real storage of a runtime: what opens a cache folder, tends it and warns."""
+"""A test harness over the real storage of a runtime."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(cache_dir: Path, **more: Any) -> LoadModel:
 
 
 class StorageHarness(RuntimeHarness):
-    """Budgets and folder as the process has them; idle state goes to the store at once."""
+    """Has the budgets and the folder of a real process. Idle state is stored immediately."""
 
     def __init__(self, engine: FakeEngine, order: LoadModel, calls: Calls | None = None) -> None:
         self.engine = engine
@@ -52,11 +52,9 @@ class StorageHarness(RuntimeHarness):
             folder.block_files = block_files_with(folder.path, calls)
 
     def settle(self) -> None:
-        """Wait until the folder is read, or known to be out of reach."""
+        """Wait until the folder has been read, or is known to be unreachable."""
         while not self.storage.is_settled:
             self.take_events(wait=True)
-
-    # -- what a test wants to know -------------------------------------------------------------
 
     @property
     def tier(self) -> DiskTier:
@@ -69,14 +67,14 @@ class StorageHarness(RuntimeHarness):
 
     @property
     def disk_state(self) -> str:
-        """As GET /v1/cache/stats reports it to an admin."""
+        """The disk state as GET /v1/cache/stats reports it to an admin."""
         stats = self.administer(GetStats(), admin=True)
         assert isinstance(stats, Stats)
         return stats.disk_state
 
     @property
     def held(self) -> int:
-        """Blocks that the disk is known to have."""
+        """The blocks that are known to be on disk."""
         return sum(self.tier.holds(block) for block in self.store)
 
     @property
@@ -84,14 +82,14 @@ class StorageHarness(RuntimeHarness):
         return sum(block.stored for block in self.store)
 
     def used_bytes_hold(self) -> bool:
-        """Whether RAM and disk are within their budgets, as they count themselves."""
+        """Whether RAM and disk are within their budgets, by their own counts."""
         ram = self.store.tiers[0].budget.used_bytes <= self.store.tiers[0].budget.limit_bytes
         return ram and (
             self.disk is None or self.disk.budget.used_bytes <= self.disk.budget.limit_bytes
         )
 
     def converse(self, seed: int, turns: int = 2) -> Reply:
-        """A conversation of its own whose every answer is the cold one."""
+        """Hold a new conversation in which every answer equals the cold one."""
         tokens = [seed % 1000, seed // 1000, *range(200, 238)]
         for _ in range(turns):
             reply = self.ask(tokens)

@@ -1,4 +1,4 @@
-"""Budgets are hard, and one tenant's flood takes nothing from another's share."""
+"""Budgets are hard limits, and one tenant's flood cannot take another tenant's share."""
 
 from __future__ import annotations
 
@@ -17,26 +17,28 @@ PROMPTS = rounds(2_000, 10_000)
 LOOK_EVERY = 500
 DISK_BYTES = 6 * MB
 RAM_BYTES = LEAST_QUEUE_BYTES + MB
-ENTRIES_BYTES = LEAST_ENTRIES_DISK_BYTES  # a share of so small a disk would be less
+ENTRIES_BYTES = LEAST_ENTRIES_DISK_BYTES  # the default share of such a small disk would be less
 ALICE, BOB = b"alice", b"bob"
 PROMISED = list(range(300, 341))
-USUAL = list(range(400, 431))
-SECTOR_BYTES = 512  # what st_blocks counts in, whatever the file system
+CONVERSATION = list(range(400, 431))
+SECTOR_BYTES = 512  # unit of st_blocks on every file system
 
 
 def used_bytes(folder: Path) -> int:
-    """What the folder really takes of the disk, everything counted."""
+    """The disk space that the folder really uses."""
     return sum(path.lstat().st_blocks for path in folder.rglob("*")) * SECTOR_BYTES
 
 
 @pytest.mark.long
-def test_a_flood_of_prompts_stays_in_its_share(tmp_path: Path) -> None:
-    """Thousands of prompts that nobody asks twice, of one tenant; another has a pinned prompt and
-    a conversation, and finds both afterwards, from the disk too."""
+def test_a_flood_of_prompts_stays_within_its_tenants_share(tmp_path: Path) -> None:
+    """One tenant sends thousands of different prompts.
+
+    Another tenant still finds its pinned prompt and its conversation, also after a restart.
+    """
     order = load(tmp_path, disk_cache=DISK_BYTES, ram_cache=RAM_BYTES)
     harness = StorageHarness(FakeEngine(), order)
     harness.ask(PROMISED, salt=ALICE, prepare=Prepare(pinned=True, ttl_s=None), max_tokens=0)
-    harness.ask(USUAL, salt=ALICE, names=Names(session_id="usual"))
+    harness.ask(CONVERSATION, salt=ALICE, names=Names(session_id="usual"))
     for number in range(PROMPTS):
         flood = [*divmod(number, 900), *range(100, 108)]
         names = Names(session_id=str(number), return_cache_key=True) if number % 2 else None
@@ -61,26 +63,26 @@ def finds_her_own(harness: StorageHarness) -> None:
     [pinned] = (entry for entry in harness.entries.of(harness.namespace(ALICE)) if entry.pinned)
     assert len(pinned.tokens) == len(PROMISED)
     assert harness.ask([*PROMISED, 7], salt=ALICE).reused == len(PROMISED)
-    assert harness.ask([*USUAL, 7], salt=ALICE).reused == len(USUAL)
+    assert harness.ask([*CONVERSATION, 7], salt=ALICE).reused == len(CONVERSATION)
 
 
-def test_many_tenants_share_evenly(tmp_path: Path) -> None:
-    """Whoever holds most makes room, so a small tenant keeps what it has."""
+def test_many_tenants_get_equal_shares(tmp_path: Path) -> None:
+    """The largest tenant is evicted first, so a small tenant keeps its state."""
     harness = StorageHarness(FakeEngine(), load(tmp_path, disk_cache=2 * MB, ram_cache=RAM_BYTES))
     small = [b"small %d" % number for number in range(4)]
     for salt in small:
-        harness.ask(USUAL, salt=salt)
+        harness.ask(CONVERSATION, salt=salt)
     for number in range(300):
         harness.ask([number, *range(100, 124)], salt=BOB, max_tokens=1)
     harness.flush()
     assert harness.store.evictions(harness.namespace(BOB)) > 100
     for salt in small:
-        assert harness.ask([*USUAL, 7], salt=salt).reused == len(USUAL)
+        assert harness.ask([*CONVERSATION, 7], salt=salt).reused == len(CONVERSATION)
     assert harness.used_bytes_hold()
     harness.close()
 
 
-def test_a_budget_that_became_smaller_is_kept_from_the_start(tmp_path: Path) -> None:
+def test_a_reduced_budget_applies_from_the_start(tmp_path: Path) -> None:
     harness = StorageHarness(FakeEngine(), load(tmp_path, disk_cache=8 * MB))
     for number in range(600):
         harness.ask([number, *range(100, 116)], max_tokens=1)

@@ -1,4 +1,4 @@
-"""Cancels at any moment: whatever a turn was at, it ends once and leaves nothing behind."""
+"""A turn that is cancelled at any moment ends exactly once and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.rounds import rounds
 
 CANCELS = rounds(200, 10_000)
 CANCELS_WITH_DISK = rounds(50, 1_000)
-TALKS = 40  # conversations that come again, so that there is something to fetch and to restore
+TALKS = 40  # conversations repeat, so that turns fetch and restore state
 SALTS = (b"", b"other")
 
 
@@ -33,7 +33,7 @@ def begin(harness: RuntimeHarness, chance: Random) -> Reply:
 @pytest.mark.long
 @pytest.mark.parametrize("can_truncate", [True, False])
 @pytest.mark.parametrize("disk", [False, True])
-def test_turns_cancelled_at_any_moment_free_all_that_they_held(
+def test_turns_cancelled_at_any_moment_free_all_their_resources(
     can_truncate: bool, disk: bool, tmp_path: Path
 ) -> None:
     engine = FakeEngine(pool_tokens=512, can_truncate=can_truncate)

@@ -1,5 +1,8 @@
-"""A block's file that is not what was written is a miss, whatever is wrong with it: the answer is
-the cold one, the engine sees no byte of it, the file is quarantined, a counter counts."""
+"""A damaged block file is a cache miss.
+
+The answer equals the cold one, the engine never sees the bytes, the file is quarantined and a
+counter counts it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from tests.support.harness import RuntimeHarness
 from tests.support.rounds import rounds
 
 HEADER_STEP = rounds(3, 1)  # the long form flips every byte of the header
-FLIPS = rounds(12, 120)  # of each file's bytes behind the header
+FLIPS = rounds(12, 120)  # bytes of each file after the header
 CUTS = rounds(8, 80)
 NUMBERS = range(6)  # five full blocks and a tail
 
@@ -30,7 +33,7 @@ Spoil = Callable[[Path], None]
 
 
 class Canary:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,7 +44,7 @@ class Canary:
 
 @dataclass
 class OtherEngine(FakeEngine):
-    """Another model."""
+    """An engine with another model."""
 
     fingerprint: bytes = b"other"
 
@@ -65,13 +68,13 @@ def flip(path: Path, offset: int, mask: int) -> None:
 
 
 def spoil_in_use(original: Shelf, folder: Path, number: int, spoil: Spoil) -> None:
-    """Spoil a file under an open harness, and see that it is noticed."""
+    """Damage a file under an open harness, and check that the damage is noticed."""
     shelf = original.copy(folder)
     harness = shelf.open()
     spoil(shelf.file(number))
     is_noticed(shelf, harness, number)
     harness.close()
-    if number < NUMBERS[-1]:  # the tail gave way to a longer block
+    if number < NUMBERS[-1]:  # a longer block replaced the tail
         good = original.file(number).read_bytes()
         assert shelf.file(number).read_bytes() == good, "computed anew, and stored anew"
     assert not (shelf.folder / "sang").exists()
@@ -92,7 +95,7 @@ def is_noticed(shelf: Shelf, harness: RuntimeHarness, number: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_flipped_byte_anywhere_is_noticed(original: Shelf, tmp_path: Path, number: int) -> None:
-    """In the header, and as many as there is time for behind it."""
+    """Flips bytes in the header, and as many bytes of the payload as there is time for."""
     chance = random.Random(number)
     behind = range(HEADER_BYTES, original.file(number).stat().st_size)
     for offset in (
@@ -105,7 +108,7 @@ def test_a_flipped_byte_anywhere_is_noticed(original: Shelf, tmp_path: Path, num
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_file_cut_anywhere_is_noticed(original: Shelf, tmp_path: Path, number: int) -> None:
+def test_a_file_truncated_anywhere_is_noticed(original: Shelf, tmp_path: Path, number: int) -> None:
     chance = random.Random(number)
     size = original.file(number).stat().st_size
     for keep in (0, 1, HEADER_BYTES, size - 1, *chance.sample(range(size), CUTS)):
@@ -136,7 +139,7 @@ def become_a_pipe(path: Path) -> None:
 
 
 def become_a_link(path: Path) -> None:
-    """To a good copy of the very file: a link is not followed wherever it leads."""
+    """Replace the file by a link to a good copy. Links are never followed."""
     elsewhere = path.parents[2] / "elsewhere"
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
@@ -152,7 +155,7 @@ def become_a_pickle(path: Path) -> None:
 
 
 def become_another_block(path: Path) -> None:
-    """Take the bytes of the next good block: as long, as well signed, but another's."""
+    """Replace the file by the next good block, which has the same length and a valid signature."""
     others = sorted(path.parent.glob("[0-9a-f]*"))
     as_long = [other for other in others if other.stat().st_size == path.stat().st_size]
     path.write_bytes(as_long[as_long.index(path) - 1].read_bytes())
@@ -172,13 +175,13 @@ SPOILT = (
 
 @pytest.mark.parametrize("spoil", SPOILT)
 @pytest.mark.parametrize("number", [0, 2])
-def test_whatever_lies_in_place_of_a_file_is_noticed(
+def test_anything_that_replaces_a_file_is_noticed(
     original: Shelf, tmp_path: Path, spoil: Spoil, number: int
 ) -> None:
     spoil_in_use(original, tmp_path / "kv", number, spoil)
 
 
-def test_two_files_that_changed_places_are_noticed(shelf: Shelf) -> None:
+def test_two_swapped_files_are_noticed(shelf: Shelf) -> None:
     harness = shelf.open()
     one, two = shelf.file(1), shelf.file(2)
     one_bytes, two_bytes = one.read_bytes(), two.read_bytes()
@@ -191,7 +194,7 @@ def test_two_files_that_changed_places_are_noticed(shelf: Shelf) -> None:
     assert (one.read_bytes(), two.read_bytes()) == (one_bytes, two_bytes)
 
 
-def test_a_file_that_is_gone_is_a_miss(shelf: Shelf) -> None:
+def test_a_missing_file_is_a_miss(shelf: Shelf) -> None:
     harness = shelf.open()
     shelf.file(3).unlink()
     reply = shelf.ask(harness)
@@ -201,7 +204,7 @@ def test_a_file_that_is_gone_is_a_miss(shelf: Shelf) -> None:
     assert shelf.file(3).exists(), "computed anew, and stored anew"
 
 
-def test_everything_gone_is_everything_computed(shelf: Shelf) -> None:
+def test_without_any_file_everything_is_computed(shelf: Shelf) -> None:
     harness = shelf.open()
     for number in NUMBERS:
         shelf.file(number).unlink()
@@ -212,7 +215,7 @@ def test_everything_gone_is_everything_computed(shelf: Shelf) -> None:
 
 @pytest.mark.parametrize("spoil", [*SPOILT, cut, Path.unlink])
 @pytest.mark.parametrize("number", [0, 2])
-def test_what_went_wrong_between_two_starts_costs_nothing_but_computing(
+def test_damage_between_two_starts_costs_only_computing(
     shelf: Shelf, spoil: Spoil, number: int
 ) -> None:
     spoil(shelf.file(number))
@@ -225,8 +228,8 @@ def test_what_went_wrong_between_two_starts_costs_nothing_but_computing(
     assert not (shelf.folder / "sang").exists()
 
 
-def test_blocks_of_another_model_stand_for_nothing(shelf: Shelf) -> None:
-    """Their signatures are good, for both models have one secret; their place is not."""
+def test_blocks_of_another_model_are_never_reused(shelf: Shelf) -> None:
+    """Both models have the same secret, so the signatures are valid. The namespace is not."""
     mine = shelf.model / "blocks"
     other = RuntimeHarness(OtherEngine(), folder=shelf.folder)
     other.ask(shelf.tokens)

@@ -1,5 +1,7 @@
-"""A disk whose calls fail costs reuse and nothing else: requests go on, one warning is given, and
-nothing is called stored that may not be."""
+"""A disk whose calls fail costs only reuse.
+
+Requests are answered, there is one warning, and nothing is reported as stored that may be lost.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from tests.support.fake import FakeEngine
      (errno.EIO, "failing"), (errno.EACCES, "failing")],
 )  # fmt: skip
 @pytest.mark.parametrize("kind", ["open", "writev", "fsync", "replace"])
-def test_any_failing_call_is_one_warning_and_heals(
+def test_any_failing_call_causes_one_warning_and_recovers(
     tmp_path: Path, kind: str, error: int, state: str
 ) -> None:
     trouble = Trouble((kind,))
@@ -44,10 +46,11 @@ def test_any_failing_call_is_one_warning_and_heals(
     harness.close()
 
 
-def test_after_a_failed_fsync_nothing_is_acknowledged_and_no_handle_is_tried_twice(
+def test_after_a_failed_fsync_nothing_is_acknowledged_and_the_handle_is_not_retried(
     tmp_path: Path,
 ) -> None:
-    """The kernel may have dropped the pages: a second fsync of the handle would lie."""
+    """The kernel may have dropped the pages, so a second fsync of the same handle would wrongly
+    succeed."""
     trouble = Trouble(("fsync",), error=errno.EIO)
     harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"), trouble.calls())
     reply = harness.ask(range(100, 140), names=Names(return_cache_key=True))
@@ -70,7 +73,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_and_no_handle_is_tried_twi
 
 
 def most_fsyncs_of_a_file(log: list[tuple[str, object]]) -> int:
-    """The most tries that the handle of one opened file has seen."""
+    """The highest number of fsync calls on the handle of one file."""
     tries: dict[object, int] = {}
     most = 0
     for kind, handle in log:
@@ -82,7 +85,7 @@ def most_fsyncs_of_a_file(log: list[tuple[str, object]]) -> int:
     return most
 
 
-def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
+def test_a_vanished_folder_causes_one_warning(tmp_path: Path) -> None:
     harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     first = harness.converse(1)
     harness.flush()
@@ -97,7 +100,7 @@ def test_a_folder_that_vanishes_is_one_warning(tmp_path: Path) -> None:
     harness.close()
 
 
-def test_what_a_vanished_folder_held_is_computed_again(tmp_path: Path) -> None:
+def test_the_state_in_a_vanished_folder_is_computed_again(tmp_path: Path) -> None:
     harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     harness.converse(1)
     harness.close()
@@ -107,8 +110,8 @@ def test_what_a_vanished_folder_held_is_computed_again(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> None:
-    """A read that works, or a minute gone by, proves nothing."""
+def test_a_disk_counts_as_healthy_only_after_a_write(tmp_path: Path) -> None:
+    """A successful read or a minute of waiting proves nothing."""
     trouble = Trouble(("writev",))
     harness = StorageHarness(
         FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 12_000), trouble.calls()
@@ -119,7 +122,7 @@ def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> N
     harness.converse(1)
     harness.flush()
     assert harness.disk_state == "failing"
-    trouble.gate.clear()  # the next write takes its time to fail
+    trouble.gate.clear()  # the next write fails only after a while
     harness.storage.tick()
     assert harness.ask([*range(100, 120), 7]).finished.cache.tier == "disk"
     trouble.gate.set()
@@ -129,10 +132,13 @@ def test_a_disk_is_not_called_well_before_it_was_written_to(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
-def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
+def test_blocks_waiting_to_be_written_are_lost_without_further_damage(
     tmp_path: Path, error: int
 ) -> None:
-    """They had left RAM for the disk, later ones were put under them, then the disk failed."""
+    """The blocks had left RAM for the disk, and later blocks were stored below them.
+
+    Then the disk failed.
+    """
     trouble = Trouble(("open",))
     harness = StorageHarness(
         FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 24_000), trouble.calls()
@@ -152,8 +158,8 @@ def test_blocks_that_only_waited_to_be_written_are_lost_and_nothing_breaks(
 
 
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOMEM])
-def test_a_want_of_handles_costs_no_block(tmp_path: Path, error: int) -> None:
-    """It says nothing about the files: they are neither bad nor quarantined."""
+def test_running_out_of_file_handles_loses_no_block(tmp_path: Path, error: int) -> None:
+    """Running out of file handles does not mean that files are damaged, so none is quarantined."""
     harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     reply = harness.converse(1, turns=3)
     harness.close()

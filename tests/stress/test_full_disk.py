@@ -1,5 +1,8 @@
-"""A full disk costs reuse and nothing else: requests go on, one warning is given, and when there is
-room again it is written to again. On file systems of a few megabytes."""
+"""A full disk costs only reuse.
+
+Requests are answered, there is one warning, and the disk is used again when it has free space.
+These tests mount file systems of a few megabytes.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Mount = Callable[[int], Path]
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Mount]:
-    """Small file systems of so many bytes; needs the right to mount."""
+    """Mounts small file systems of a given size. Needs permission to mount."""
     with contextlib.ExitStack() as stack:
 
         def mounted(size_bytes: int) -> Path:
@@ -43,7 +46,7 @@ def free_bytes(path: Path) -> int:
 
 
 def fill(disk: Path) -> Path:
-    """Somebody else's file that takes all the room there is."""
+    """Another program's file that takes all free space."""
     path = disk / "somebody else's"
     with path.open("wb") as file, contextlib.suppress(OSError):
         while left := free_bytes(disk):
@@ -56,7 +59,7 @@ def open_on(disk: Path, **more: int) -> StorageHarness:
     return StorageHarness(FakeEngine(), load(disk / "kv", **more))
 
 
-def test_a_full_disk_is_one_warning_and_is_used_again_when_there_is_room(mount: Mount) -> None:
+def test_a_full_disk_causes_one_warning_and_is_used_again_when_it_has_space(mount: Mount) -> None:
     disk = mount(3 * MB)
     harness = open_on(disk)
     harness.converse(1)
@@ -82,7 +85,7 @@ def test_a_full_disk_is_one_warning_and_is_used_again_when_there_is_room(mount: 
     harness.close()
 
 
-def test_however_often_a_full_disk_is_tried_it_is_one_warning(mount: Mount) -> None:
+def test_repeated_writes_to_a_full_disk_cause_one_warning(mount: Mount) -> None:
     disk = mount(3 * MB)
     harness = open_on(disk)
     first = harness.converse(1)
@@ -98,8 +101,8 @@ def test_however_often_a_full_disk_is_tried_it_is_one_warning(mount: Mount) -> N
     harness.close()
 
 
-def test_a_disk_that_somebody_else_fills_takes_nothing_from_what_is_stored(mount: Mount) -> None:
-    """What lies there was paid for; a restart on the full disk still reads it."""
+def test_stored_state_stays_when_another_program_fills_the_disk(mount: Mount) -> None:
+    """Stored state stays, and a restart on the full disk can still read it."""
     disk = mount(3 * MB)
     harness = open_on(disk)
     reply = harness.converse(1, turns=3)
@@ -111,7 +114,7 @@ def test_a_disk_that_somebody_else_fills_takes_nothing_from_what_is_stored(mount
     again.close()
 
 
-def test_a_disk_full_from_the_start_leaves_ram(mount: Mount) -> None:
+def test_with_a_disk_full_from_the_start_ram_is_used(mount: Mount) -> None:
     disk = mount(2 * MB)
     fill(disk)
     harness = open_on(disk)
@@ -122,8 +125,8 @@ def test_a_disk_full_from_the_start_leaves_ram(mount: Mount) -> None:
     harness.close()
 
 
-def test_free_space_is_left_to_others_down_to_the_floor(mount: Mount) -> None:
-    """The index may take a little of it: it is written whatever happens."""
+def test_the_cache_leaves_the_configured_free_space(mount: Mount) -> None:
+    """The index may use a little of this space, because it is always written."""
     disk = mount(6 * MB)
     harness = open_on(disk, disk_floor=3 * MB)
     for seed in range(150):
@@ -136,7 +139,7 @@ def test_free_space_is_left_to_others_down_to_the_floor(mount: Mount) -> None:
     harness.close()
 
 
-def test_a_read_only_disk_leaves_ram(mount: Mount) -> None:
+def test_with_a_read_only_disk_ram_is_used(mount: Mount) -> None:
     disk = mount(4 * MB)
     open_on(disk).close()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)

@@ -1,5 +1,7 @@
-"""An index that is damaged costs at most what only it knew: answers are right, names come back from
-its backup, blocks from their own files."""
+"""A damaged index costs at most what only the index knew.
+
+Answers are right, names come back from the backup, and blocks come back from their files.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ Spoil = Callable[[Path], None]
 
 
 class WordTokenizer(NumberTokenizer):
-    """Takes other words than numbers, too."""
+    """Also accepts words that are not numbers."""
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         return [int(word) if word.isdecimal() else 9 for word in text.split()]
@@ -43,7 +45,7 @@ def open_harness(folder: Path | None) -> RuntimeHarness:
 
 
 def ask(harness: RuntimeHarness, text: str, session: str | None = None) -> Reply:
-    """Ask in words, as clients do: what is remembered of them decides the tokens."""
+    """Ask in words, as clients do. The remembered text decides the tokens."""
     return harness.ask_text(text, names=Names(session_id=session))
 
 
@@ -56,7 +58,7 @@ def converse(harness: RuntimeHarness, session: str, turns: int) -> str:
 
 @dataclass(frozen=True)
 class Wreck:
-    """The folder of a process that was killed: an index, its log, and an older backup."""
+    """The folder of a killed process: an index, its log and an older backup."""
 
     folder: Path
     texts: dict[str, str]  # by session
@@ -76,7 +78,8 @@ class Wreck:
         return Wreck(to, self.texts, self.cold)
 
     def serves(self) -> dict[str, Entry]:
-        """Both conversations go on rightly; the names that are still known."""
+        """Continue both conversations, check the answers, and return the names that are still
+        known."""
         harness = open_harness(self.folder)
         named = {
             name: entry
@@ -141,7 +144,7 @@ def become_a_link(path: Path) -> None:
 
 
 def test_a_killed_process_loses_nothing(wreck: Wreck) -> None:
-    """The ground of all that follows."""
+    """All other tests in this file rely on this."""
     assert wreck.serves().keys() == {"early", "late"}
 
 
@@ -149,9 +152,7 @@ WHOLESALE = (Path.unlink, zero, garble, partial(cut, keep=0), become_a_folder, b
 
 
 @pytest.mark.parametrize("spoil", WHOLESALE)
-def test_an_index_that_is_lost_comes_back_with_the_names_of_its_backup(
-    wreck: Wreck, spoil: Spoil
-) -> None:
+def test_a_lost_index_is_rebuilt_with_the_names_of_its_backup(wreck: Wreck, spoil: Spoil) -> None:
     spoil(wreck.index)
     assert "early" in wreck.serves()
     [report] = check(wreck.folder, repair=False)
@@ -159,7 +160,7 @@ def test_an_index_that_is_lost_comes_back_with_the_names_of_its_backup(
 
 
 @pytest.mark.parametrize("spoil", WHOLESALE)
-def test_a_log_that_is_lost_takes_no_more_than_what_it_held(wreck: Wreck, spoil: Spoil) -> None:
+def test_a_lost_log_costs_only_its_own_content(wreck: Wreck, spoil: Spoil) -> None:
     spoil(wreck.log)
     assert "early" in wreck.serves()
     [report] = check(wreck.folder, repair=False)
@@ -167,7 +168,7 @@ def test_a_log_that_is_lost_takes_no_more_than_what_it_held(wreck: Wreck, spoil:
 
 
 @pytest.mark.parametrize("spoil", WHOLESALE)
-def test_without_index_and_backup_blocks_are_found_by_their_headers(
+def test_without_index_and_backup_blocks_are_recovered_from_their_headers(
     wreck: Wreck, spoil: Spoil
 ) -> None:
     spoil(wreck.index)
@@ -183,10 +184,12 @@ def test_without_index_and_backup_blocks_are_found_by_their_headers(
 def test_a_flipped_byte_anywhere_in_the_index_makes_no_answer_wrong(
     original: Wreck, tmp_path: Path, name: str
 ) -> None:
-    """SQLite notices some of them, our own checks others; a name may be lost, nothing else."""
+    """SQLite notices some flips, and our own checks notice others. At most a name is lost."""
     chance = random.Random(name)
     raw = original.index.with_name(name).read_bytes()
-    used = [offset for offset, byte in enumerate(raw) if byte]  # empty pages matter to nobody
+    used = [
+        offset for offset, byte in enumerate(raw) if byte
+    ]  # damage in empty pages has no effect
     for offset in (*range(0, 100, 3), *chance.sample(used, FLIPS)):
         wreck = original.copy(tmp_path / "kv")
         flip(wreck.index.with_name(name), offset, 1 << chance.randrange(8))
@@ -196,7 +199,7 @@ def test_a_flipped_byte_anywhere_in_the_index_makes_no_answer_wrong(
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["index.db", "index.db-wal"])
-def test_an_index_cut_anywhere_makes_no_answer_wrong(
+def test_an_index_truncated_anywhere_makes_no_answer_wrong(
     original: Wreck, tmp_path: Path, name: str
 ) -> None:
     chance = random.Random(name)
@@ -208,8 +211,8 @@ def test_an_index_cut_anywhere_makes_no_answer_wrong(
         shutil.rmtree(wreck.folder)
 
 
-def test_an_entry_with_other_tokens_than_its_text_is_not_believed(wreck: Wreck) -> None:
-    """SQLite has no checksums: what it gives back may not be what it was given."""
+def test_an_entry_whose_tokens_contradict_its_text_is_not_trusted(wreck: Wreck) -> None:
+    """SQLite has no checksums, so it may return other data than was stored."""
     open_harness(wreck.folder).close()  # the log becomes part of the index
     tokens = pack([len("early"), *range(100, 128)])
     raw = wreck.index.read_bytes()

@@ -1,4 +1,4 @@
-"""What was acknowledged survives `kill -9`, and what was not is never half there."""
+"""Acknowledged state survives `kill -9`, and other state is never half written."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SMALL_BYTES = LEAST_INDEX_BYTES + (1 << 20)  # a few hundred blocks
 
 
 @pytest.mark.long
-def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
-    """The first half of the rounds has room for everything, the second evicts."""
+def test_acknowledged_state_survives_every_kill(tmp_path: Path) -> None:
+    """The first half of the rounds has space for everything. The second half evicts."""
     chance = random.Random(9)
     orders = [
         Order(
@@ -42,8 +42,8 @@ def test_what_was_acknowledged_survives_every_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_was_acknowledged_survives_an_end_in_front_of_any_system_call(tmp_path: Path) -> None:
-    """Most of all between a file's new name and the index that is to know of it."""
+def test_acknowledged_state_survives_a_kill_before_any_system_call(tmp_path: Path) -> None:
+    """The most critical moment is between renaming a file and committing its row in the index."""
     chance = random.Random(10)
     first = sorted(chance.sample(FIRST_CALLS, rounds(6, len(FIRST_CALLS))))
     later = [chance.randrange(FIRST_CALLS.stop, 400) for _ in range(rounds(4, 12))]
@@ -61,8 +61,8 @@ def test_what_was_acknowledged_survives_an_end_in_front_of_any_system_call(tmp_p
     assert survive(orders, chance).blocks
 
 
-def test_an_end_between_a_better_block_and_its_row_leaves_nothing_to_mend(tmp_path: Path) -> None:
-    """An exact block took the place of one that was not: the index is the older of the two."""
+def test_a_kill_between_a_replaced_block_and_its_row_needs_no_repair(tmp_path: Path) -> None:
+    """An exact block replaced another block, and the index still describes the old one."""
     tokens = list(range(100, 140))
     harness = RuntimeHarness(FakeEngine(), folder=tmp_path / "live", idle_tokens=0)
     harness.ask(tokens)
@@ -83,7 +83,7 @@ def test_an_end_between_a_better_block_and_its_row_leaves_nothing_to_mend(tmp_pa
 
 
 def survive(orders: list[Order], chance: random.Random) -> Promises:
-    """Carry the orders out, and look at what each of them left."""
+    """Run the orders, and check the folder after each of them."""
     folder, diary = Path(orders[0].folder), Diary(Path(orders[0].diary))
     promises = Promises()
     with writing() as write:

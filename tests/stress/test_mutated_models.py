@@ -1,5 +1,4 @@
-"""Damaged and malicious model files: what they do to the process that loads them is said in a
-sentence, and the front and its other models go on."""
+"""A damaged or malicious model file causes an error message, and the server keeps running."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from tests.support.tiny import write_llama, write_phi3
 
 ROUNDS = rounds(short=4, long=200)
 PATIENCE_S = 120.0
-HEADER_BYTES = 5_000  # of the tiny models; behind it are tensors
+HEADER_BYTES = 5_000  # header size of the tiny models; tensors follow
 NUMBERS = (0, 1, 7, 255, 1 << 16, (1 << 31) - 1, (1 << 32) - 1, 1 << 63, (1 << 64) - 1)
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """One to three changes: a byte, a number, or the end cut off."""
+    """Apply one to three changes: a byte, a number, or a truncation."""
     copy = bytearray(content)
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(8, HEADER_BYTES)
@@ -51,7 +50,7 @@ def client(path: Path) -> RuntimeClient:
 
 
 async def answers(runtime: RuntimeClient) -> bool:
-    """Whether a turn ends well."""
+    """Whether a turn finishes successfully."""
     asked = GenerateRequest(
         turn=0, prompt=[5, 6, 7], sampling=SamplingParams(temperature=0), max_tokens=2
     )
@@ -61,7 +60,7 @@ async def answers(runtime: RuntimeClient) -> bool:
 
 
 async def load_all(healthy: Path, sources: list[bytes], suspect: Path) -> list[str]:
-    """What became of each mutated model."""
+    """The outcome of loading each mutated model."""
     served = client(healthy)
     outcomes = []
     await served.start()
@@ -77,14 +76,14 @@ async def load_all(healthy: Path, sources: list[bytes], suspect: Path) -> list[s
 
 
 async def outcome(path: Path) -> str:
-    """How the start of a model ended; its process is gone afterwards."""
-    with suppress(ModelError):  # what a server says at its start; here the runtime says it, too
+    """How loading a model ended. Its process is gone afterwards."""
+    with suppress(ModelError):  # the messages at the start of a server and of a runtime
         check_gguf(path)
     runtime = client(path)
     try:
         async with asyncio.timeout(PATIENCE_S):
             await runtime.start()
-        await answers(runtime)  # well or not: the numbers in it may be any
+        await answers(runtime)  # it may fail, because its numbers are arbitrary
     except ModelError as error:
         return str(error)
     finally:
@@ -93,7 +92,7 @@ async def outcome(path: Path) -> str:
 
 
 @pytest.mark.long
-def test_mutated_models_leave_the_front_and_other_models_up(tmp_path: Path) -> None:
+def test_mutated_models_never_stop_the_front_or_other_models(tmp_path: Path) -> None:
     healthy = write_llama(tmp_path / "healthy.gguf", context=512)
     longrope = write_phi3(tmp_path / "longrope.gguf", context=512)
     sources = [healthy.read_bytes(), longrope.read_bytes()]

@@ -1,4 +1,4 @@
-"""More clients than there is room for, and clients that leave: nothing leaks, nothing grows."""
+"""Too many clients and clients that hang up cause no leaks and no growth."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
-    """Its connections are as many as there are threads that use it."""
+    """A client with one connection per thread that uses it."""
     limits = httpx.Limits(max_connections=None)
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S, limits=limits) as opened:
         yield opened
@@ -68,7 +68,7 @@ def is_at_rest(client: httpx.Client) -> bool:
 
 @contextlib.contextmanager
 def paused(server: Server) -> Iterator[None]:
-    """No turn begins or ends meanwhile; the front answers."""
+    """Stop all turns, while the front still answers."""
     [worker] = server.worker_pids()
     os.kill(worker, signal.SIGSTOP)
     try:
@@ -82,10 +82,10 @@ def ask(client: httpx.Client, number: int) -> httpx.Response:
     return client.post(CHAT, json=asked)
 
 
-def test_the_excess_is_refused_at_once_and_all_that_were_admitted_finish(
+def test_excess_requests_are_refused_immediately_and_admitted_ones_finish(
     server: Server, client: httpx.Client
 ) -> None:
-    """Refused while nobody is answered: nobody has to wait for that."""
+    """Requests are refused while no turn makes progress, so a refusal does not wait for a turn."""
     with ThreadPoolExecutor(PARALLEL + QUEUE + MORE) as clients:
         with paused(server):
             asked = [
@@ -102,9 +102,7 @@ def test_the_excess_is_refused_at_once_and_all_that_were_admitted_finish(
 
 
 @pytest.mark.long
-def test_overload_again_and_again_takes_no_more_memory(
-    server: Server, client: httpx.Client
-) -> None:
+def test_repeated_overload_uses_no_more_memory(server: Server, client: httpx.Client) -> None:
     sizes = []
     for _ in range(ROUNDS):
         with ThreadPoolExecutor(PARALLEL + QUEUE + MORE) as clients:
@@ -120,8 +118,10 @@ def test_overload_again_and_again_takes_no_more_memory(
 def test_clients_that_hang_up_at_any_moment_leave_no_turn_behind(
     server: Server, client: httpx.Client
 ) -> None:
-    """While they wait, while their prompt is read, while the reply comes, after it; and some are
-    refused, because their prompt is too long."""
+    """Clients hang up in the queue, during prefill, during the reply and after it.
+
+    Some prompts are too long and refused.
+    """
     chance = Random(11)
     moments = [(chance.random() * 0.1, chance.random() < 0.5) for _ in range(CANCELS)]
 

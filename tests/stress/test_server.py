@@ -1,4 +1,4 @@
-"""The real server, stopped in every way: a conversation goes on as if it had never been."""
+"""After any kind of stop, a conversation with the real server continues as if nothing happened."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Talk:
-    """A conversation with whichever server is up."""
+    """A conversation with the server that is currently running."""
 
     messages: list[Message] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -82,7 +82,7 @@ def flags(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 def stored_tokens(server: Server) -> int:
-    """What the server says would survive its end."""
+    """The number of tokens that the server reports as stored."""
     with server.client() as client:
         entries = client.get("/v1/cache").json()["entries"]
     return max((entry["stored_tokens"] for entry in entries), default=0)
@@ -97,7 +97,7 @@ def await_stored(server: Server, tokens: int) -> int:
     raise AssertionError("nothing is stored")
 
 
-def test_turn_six_after_a_stop_computes_its_own_message_only(model: Path, tmp_path: Path) -> None:
+def test_turn_six_after_a_stop_computes_only_its_own_message(model: Path, tmp_path: Path) -> None:
     talk = Talk()
     with running(model, tmp_path, *flags(tmp_path)) as server:
         talk.go_through(server, QUESTIONS[:5])
@@ -106,11 +106,11 @@ def test_turn_six_after_a_stop_computes_its_own_message_only(model: Path, tmp_pa
         talk.ask(server, QUESTIONS[5])
     assert "1 conversation found in the cache folder" in server.log.read_text()
     assert talk.tier == "disk"
-    assert talk.reused_tokens == before - 1  # its last token was sampled, not computed
+    assert talk.reused_tokens == before - 1  # the last token was sampled but not computed
     assert talk.answers[-1]["x_cache"]["status"] == "hit"
 
 
-def test_an_exact_answer_after_a_stop_is_that_of_a_server_that_never_stopped(
+def test_an_exact_answer_after_a_stop_equals_the_answer_without_a_stop(
     model: Path, tmp_path: Path
 ) -> None:
     never, stopped = Talk(), Talk()
@@ -127,8 +127,8 @@ def test_an_exact_answer_after_a_stop_is_that_of_a_server_that_never_stopped(
     assert stopped.messages == never.messages
 
 
-def test_all_that_was_counted_as_stored_is_reused_after_a_kill(model: Path, tmp_path: Path) -> None:
-    """The server and its runtime are gone at once, with no last word."""
+def test_state_reported_as_stored_is_reused_after_a_kill(model: Path, tmp_path: Path) -> None:
+    """The server and its runtime are killed together, without a chance to clean up."""
     talk = Talk()
     with running(model, tmp_path, *flags(tmp_path)) as server:
         talk.go_through(server, QUESTIONS[:5])
@@ -142,7 +142,7 @@ def test_all_that_was_counted_as_stored_is_reused_after_a_kill(model: Path, tmp_
 
 
 def kill_all(server: Server) -> None:
-    """So that nobody lives to notice that another has gone."""
+    """Kill all processes, so that none can react to the death of another."""
     workers = server.worker_pids()
     server.process.send_signal(signal.SIGSTOP)
     for pid in workers:
@@ -151,7 +151,7 @@ def kill_all(server: Server) -> None:
     server.process.wait()
 
 
-def test_a_killed_runtime_comes_back_and_reads_its_disk(model: Path, tmp_path: Path) -> None:
+def test_a_killed_runtime_is_restarted_and_reads_its_disk(model: Path, tmp_path: Path) -> None:
     talk = Talk()
     with running(model, tmp_path, *flags(tmp_path)) as server:
         talk.go_through(server, QUESTIONS[:4])
@@ -165,7 +165,7 @@ def test_a_killed_runtime_comes_back_and_reads_its_disk(model: Path, tmp_path: P
 
 
 def await_another(server: Server, pid: int) -> None:
-    """Until a new runtime answers; in between there is a clear error."""
+    """Wait until a new runtime answers. Until then there is a clear error."""
     body = {"prompt": "hello", "max_tokens": 1}
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:

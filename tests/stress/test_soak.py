@@ -1,4 +1,4 @@
-"""A server that is used in every way for a quarter of an hour: it neither fails nor grows."""
+"""A server that is used in every way for a quarter of an hour neither fails nor grows."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.support.tiny import write_llama
 SECONDS = rounds(6, 900)
 KEYS = ("key-of-anna-3f9c", "key-of-bert-81d2", "key-of-carl-55aa")
 VISITORS = 4
-WARM_UP = 1 / 3  # of the time: budgets are full and every path was taken
+WARM_UP = 1 / 3  # share of the time, after which budgets are full and every path was taken
 PATIENCE_S = 30
 QUIET_S = 0.5
-GROWN_SHARE = 0.1  # that memory may be apart, as allocators keep some back
-GROWN_BYTES = rounds(48, 16) << 20  # and, more of it the shorter the warm-up was
+GROWN_SHARE = 0.1  # allowed difference, because allocators keep some memory
+GROWN_BYTES = rounds(48, 16) << 20  # allowed in addition, more for a shorter warm-up
 GROWN_HANDLES = 2
 GROWN_THREADS = 2
 
@@ -36,7 +36,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Size:
-    """What front and runtime hold together."""
+    """The resources that front and runtime hold together."""
 
     memory_bytes: int
     handles: int
@@ -66,7 +66,7 @@ def _status(process: Path) -> dict[str, str]:
 
 
 def size_at_rest(server: Server) -> Size:
-    """Once the turns of clients that hung up have ended, and their connections."""
+    """Measure after the turns and connections of clients that hung up have ended."""
     deadline_s = time.monotonic() + PATIENCE_S
     last, since_s = size_of(server), time.monotonic()
     while time.monotonic() - since_s < QUIET_S and time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""One process owns a cache folder; who comes next has RAM and a warning, and disturbs nobody."""
+"""One process owns a cache folder. A second process uses RAM, warns, and disturbs nobody."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def open_harness(folder: Path) -> StorageHarness:
     return StorageHarness(FakeEngine(), load(folder))
 
 
-def test_the_second_works_in_ram_until_the_first_has_gone(tmp_path: Path) -> None:
+def test_the_second_process_uses_ram_until_the_first_has_ended(tmp_path: Path) -> None:
     first, second = open_harness(tmp_path), open_harness(tmp_path)
     assert (first.disk_state, second.disk_state) == ("ok", "locked")
     assert not first.warnings
@@ -56,9 +56,11 @@ def test_the_second_works_in_ram_until_the_first_has_gone(tmp_path: Path) -> Non
     third.close()
 
 
-def test_who_came_second_has_the_folder_when_the_first_has_gone(tmp_path: Path) -> None:
-    """As after a quick restart: the process before has not yet let go. What was remembered in RAM
-    meanwhile is kept, and nothing that the first had is lost."""
+def test_the_second_process_takes_over_the_folder_when_the_first_has_ended(tmp_path: Path) -> None:
+    """This happens after a quick restart, when the old process still holds the folder.
+
+    State that was kept in RAM in the meantime and all state of the first process are preserved.
+    """
     first, second = open_harness(tmp_path), open_harness(tmp_path)
     reply = first.converse(2, turns=3)
     named = second.ask(range(300, 320), names=Names(session_id="mine", return_cache_key=True))
@@ -81,9 +83,9 @@ def test_who_came_second_has_the_folder_when_the_first_has_gone(tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_who_comes_while_another_writes_neither_waits_nor_disturbs(tmp_path: Path) -> None:
-    """Others claim the folder, check it, read its files, work on another model's beside it, and
-    collect what lies idle, while its owner writes and evicts."""
+def test_a_second_process_neither_waits_for_a_writer_nor_disturbs_it(tmp_path: Path) -> None:
+    """Other processes claim the folder, check it, read its files, use another model's folder and
+    collect idle files, while the owner writes and evicts."""
     home, diary = tmp_path / "kv", Diary(tmp_path / "diary")
     order = Order(
         folder=str(home),
@@ -121,7 +123,10 @@ def owned(home: Path) -> Path:
 
 
 def read_until(path: Path, enough: Path) -> int:
-    """Read the owner's files; each is what its name says, or has just gone. How many were read."""
+    """Read the owner's files and count them.
+
+    Each one is what its name says, or was just removed.
+    """
     chance, reads = random.Random(3), 0
     with ExitStack() as resources:
         block_files = open_block_files(path, read_secret(path.parent), resources)
@@ -148,7 +153,7 @@ def visit(home: Path, path: Path) -> None:
     collector.close()
 
 
-def test_two_servers_on_one_folder_both_answer(tmp_path: Path) -> None:
+def test_two_servers_with_one_folder_both_answer(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny.gguf")
     flags = ("--threads", "1", "--cache-dir", str(tmp_path / "kv"), "--disk-floor", "0")
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "temperature": 0}

@@ -1,4 +1,4 @@
-"""A disk that fails on command."""
+"""Simulates a disk that fails on command."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from rekindle.kvcache.disk.secret import read_secret
 
 @dataclass
 class Trouble:
-    """Fails the named calls with an error for as long as it has one; keeps a record of all."""
+    """Makes the named system calls fail while an error is set, and records all calls."""
 
     kinds: tuple[str, ...] = ("open",)
     error: int | None = None
-    log: list[tuple[str, object]] = field(default_factory=list)  # call, and handle or name
-    gate: Event = field(default_factory=Event)  # closed, it makes the named calls wait
+    log: list[tuple[str, object]] = field(
+        default_factory=list
+    )  # name of the call, and its handle or path
+    gate: Event = field(default_factory=Event)  # while it is closed, the named calls wait
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -45,6 +47,6 @@ class Trouble:
 
 
 def block_files_with(folder: Path, calls: Calls) -> BlockFiles:
-    """The block_files of a model's folder that is already owned, over other system calls."""
+    """The block files of a folder that is already owned, with other system calls."""
     secret = read_secret(folder.parent)
     return BlockFiles(Files(folder / "blocks", calls), secret, Files(folder / "aside", calls))

@@ -1,5 +1,7 @@
-"""Clients that do a bit of everything, at random from a seed, among a bounded set of
-conversations: what they leave behind does not grow with time."""
+"""Simulates clients that randomly use everything a server offers.
+
+They use a bounded set of conversations, so what they leave behind does not grow with time.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import httpx
 
 from tests.support.server import Server
 
-TOPICS = 24  # conversations of each tenant
+TOPICS = 24  # conversations per tenant
 MOST_TURNS = 4
 REPLY_TOKENS = 12
 TIMEOUT_S = 120
@@ -32,12 +34,12 @@ Json = dict[str, Any]
 
 
 class Unexpected(AssertionError):
-    """An answer that no visitor should get."""
+    """An answer that a visitor must never get."""
 
 
 @dataclass
 class Visitor:
-    """One client with one key; `counts` are what it has done."""
+    """One client with one key. `counts` says what it has done."""
 
     server: Server
     key: str
@@ -45,7 +47,7 @@ class Visitor:
     counts: Counter[str] = field(default_factory=Counter)
 
     def visit(self, until_s: float) -> None:
-        """Act until the time has come; connections are closed on the way out."""
+        """Act until the deadline. Connections are closed on the way out."""
         actions: list[Callable[[httpx.Client], None]] = [
             self.chat, self.chat, self.stream, self.cancel, self.tools, self.form, self.complete,
             self.look, self.change, self.prepare,
@@ -57,10 +59,8 @@ class Visitor:
                 action(client)
                 self.counts[action.__name__] += 1
 
-    # -- turns ---------------------------------------------------------------------------------
-
     def chat(self, client: httpx.Client) -> None:
-        """A conversation from its first turn on."""
+        """Hold a conversation, starting with its first turn."""
         body = self._body()
         for number in range(self.chance.randint(1, MOST_TURNS)):
             message = self._post(client, "/v1/chat/completions", body)["choices"][0]["message"]
@@ -74,7 +74,7 @@ class Visitor:
             raise Unexpected(f"a stream ended with {response.status_code}: {lines[-1:]}")
 
     def cancel(self, client: httpx.Client) -> None:
-        """Hang up somewhere on the way."""
+        """Hang up in the middle of a reply."""
         body = {**self._body(), "stream": True, "max_tokens": 200}
         left = self.chance.randint(0, 5)
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -97,14 +97,12 @@ class Visitor:
         body = {"prompt": self._topic(), "max_tokens": REPLY_TOKENS, "temperature": 0}
         self._post(client, "/v1/completions", body)
 
-    # -- the cache -----------------------------------------------------------------------------
-
     def look(self, client: httpx.Client) -> None:
         path = self.chance.choice(["/v1/cache", "/v1/cache/stats", "/v1/models", "/health"])
         self._check(client.get(path), path)
 
     def change(self, client: httpx.Client) -> None:
-        """Pin, unpin or remove an entry; another visitor may have removed it meanwhile."""
+        """Pin, unpin or remove an entry. Another visitor may have removed it in the meantime."""
         entries = client.get("/v1/cache").json()["entries"]
         if not entries:
             return
@@ -117,17 +115,16 @@ class Visitor:
     def prepare(self, client: httpx.Client) -> None:
         system = {"role": "system", "content": f"Be brief. {self._topic()}"}
         body = {"messages": [system], "warm": self.chance.random() < 0.5}
-        path = "/v1/cache/prepare"  # all room may be pinned, or another visitor may remove it
+        # The budget for pins may be used up, or another visitor may remove the entry.
+        path = "/v1/cache/prepare"
         response = client.post(path, json=body)
         self._check(response, path, httpx.codes.INSUFFICIENT_STORAGE, httpx.codes.CONFLICT)
-
-    # -- asking --------------------------------------------------------------------------------
 
     def _topic(self) -> str:
         return f"Tell me of topic {self.chance.randrange(TOPICS)}. " * 6
 
     def _body(self) -> Json:
-        """A first turn; greedy, so that the same one leaves the same behind."""
+        """A greedy first turn, so that repeating it stores the same state."""
         names: list[Json] = [{}, {"session_id": f"s{self.chance.randrange(TOPICS)}"}]
         return {
             "messages": [{"role": "user", "content": self._topic()}],
@@ -148,7 +145,7 @@ class Visitor:
 
 
 def visit_together(visitors: list[Visitor], seconds: float) -> None:
-    """All of them at once, each on a thread; the first failure is raised."""
+    """Run all visitors concurrently, each in a thread. The first failure is raised."""
     failures: list[BaseException] = []
     until_s = time.monotonic() + seconds
 

@@ -1,5 +1,8 @@
-"""A process that writes to a cache folder until it is killed. Run as a module, it reads one order
-a line and forks for each, so that a round costs no start of an interpreter."""
+"""Writes to a cache folder in a process until it is killed.
+
+Run as a module, it reads one order per line and forks for each. This avoids starting an interpreter
+for every round.
+"""
 
 from __future__ import annotations
 
@@ -28,24 +31,24 @@ ROOT = Path(__file__).parents[2]
 PREFIXES = 6
 MOST_TOKENS = 200
 POLL_S = 0.05
-LEAST_STEPS = 3  # of a round, however slow the machine is
+LEAST_STEPS = 3  # limit of a round on a slow machine
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """One round: what to write where, and how to end."""
+    """One round: what to write, where, and how it ends."""
 
     folder: str
     diary: str
     seed: int
     disk_bytes: int
     kill_after_s: float
-    kill_with: str = ""  # not before this file is there
-    exit_at_call: int = 0  # 0: never; otherwise the end comes in front of this system call
+    kill_with: str = ""  # wait until this file exists
+    exit_at_call: int = 0  # 0: never; otherwise end before this system call
 
 
 class Load:
-    """Conversations that share beginnings, some named, some pinned, some deleted again."""
+    """Conversations that share prefixes. Some are named, pinned or deleted."""
 
     def __init__(self, harness: WitnessedHarness, chance: random.Random) -> None:
         self._harness = harness
@@ -104,7 +107,7 @@ class Load:
             self._ask(what, PinEntry(key, pinned=not entry.pinned), salt)
 
     def _ask(self, what: str, op: DeleteEntry | PinEntry, salt: bytes) -> None:
-        """Ask for a change, and write down that it was answered."""
+        """Ask for a change, and record that it was answered."""
         with contextlib.suppress(NoRoomForPins):
             answer = self._harness.administer(op, salt=salt)
             assert isinstance(answer, EntryInfo | Removed)
@@ -113,7 +116,7 @@ class Load:
 
 
 def ending_calls(count: int) -> Calls:
-    """System calls of which the nth is never made: the process ends in front of it."""
+    """System calls that end the process instead of making the nth call."""
     left = [count]
 
     def wrap(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +132,7 @@ def ending_calls(count: int) -> Calls:
 
 
 def work(order: Order, ready: int) -> None:
-    """In the child: write until the end comes from outside."""
+    """In the child: write until the process is killed."""
     diary = Diary(Path(order.diary))
     try:
         harness = WitnessedHarness(
@@ -152,24 +155,24 @@ def work(order: Order, ready: int) -> None:
 
 
 def carry_out(order: Order) -> None:
-    """Fork, let the child work, kill it, and see it gone."""
+    """Fork, let the child work, kill it and wait for it."""
     ready, child_ready = os.pipe()
     pid = os.fork()
     if not pid:
         work(order, child_ready)
     os.close(child_ready)
-    os.read(ready, 1)  # or its end, when the child is gone already
+    os.read(ready, 1)  # or the end of the pipe, if the child has already ended
     os.close(ready)
     time.sleep(order.kill_after_s)
     while order.kill_with and not Path(order.kill_with).exists():
         time.sleep(POLL_S)
-    os.kill(pid, signal.SIGKILL)  # not yet waited for, so the number is still its own
+    os.kill(pid, signal.SIGKILL)  # nobody has waited for the child, so the pid is still valid
     os.waitpid(pid, 0)
 
 
 @contextlib.contextmanager
 def writing() -> Iterator[Callable[[Order], None]]:
-    """Carries out orders, one after the other, in children of a child."""
+    """Runs orders one after the other in grandchildren."""
     command = [sys.executable, "-m", "tests.stress.writer"]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
