@@ -1,4 +1,4 @@
-"""What clients in use send, each in its own way, through chat completions of a real server."""
+"""A real server accepts the habits of real clients in chat completions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(server: Server, messages: list[Any], session: str = "", **fields: Any) -
 
 
 def opening(about: str) -> list[Any]:
-    """A conversation that no other test has."""
+    """A conversation that no other test uses."""
     return [
         {"role": "system", "content": f"You know all about {about}. " * 20},
         {"role": "user", "content": f"What is new about {about}?"},
@@ -51,7 +51,7 @@ def called(answered: Any) -> list[Any]:
 
 
 def test_the_result_of_a_tool_may_be_a_list(server: Server) -> None:
-    """Qwen Code; and it is the prompt that the same text makes as a string."""
+    """Qwen Code sends this. The prompt equals the one for the same text as a string."""
     parts = [{"type": "text", "text": "A project."}]
     first = ask(server, [*opening("lists"), *called(parts)], tools=[READ])
     again = ask(server, [*opening("lists"), *called("A project.")], tools=[READ])
@@ -59,7 +59,7 @@ def test_the_result_of_a_tool_may_be_a_list(server: Server) -> None:
 
 
 def test_a_call_may_come_without_content(server: Server) -> None:
-    """Cline says null, others say nothing."""
+    """Cline sends null, and others leave the field out."""
     call, result = called("done")
     first = ask(server, [*opening("calls"), call, result], tools=[READ])
     bare = {name: value for name, value in call.items() if name != "content"}
@@ -67,8 +67,8 @@ def test_a_call_may_come_without_content(server: Server) -> None:
     assert again["x_cache"]["reused_tokens"] == first["usage"]["prompt_tokens"] - 1
 
 
-def test_fields_for_other_servers_do_no_harm(server: Server) -> None:
-    """pi says what to store, Copilot CLI what to include, opencode replays reasoning."""
+def test_fields_for_other_servers_are_ignored(server: Server) -> None:
+    """pi sends `store`, Copilot CLI sends `include`, and opencode sends reasoning back."""
     reply = {"role": "assistant", "content": "Nothing.", "reasoning_content": "Hm."}
     fields: dict[str, Any] = {"store": False, "prompt_cache_key": "s", "max_completion_tokens": 8}
     asked = [*opening("fields"), reply, {"role": "user", "content": "Really?"}]
@@ -79,8 +79,8 @@ def test_fields_for_other_servers_do_no_harm(server: Server) -> None:
     assert answer.text.rstrip().endswith("data: [DONE]")
 
 
-def test_a_title_asked_for_beside_a_conversation_costs_it_nothing(server: Server) -> None:
-    """opencode: both have the session in `x-session-affinity`; a name is not trusted."""
+def test_a_title_request_does_not_disturb_its_conversation(server: Server) -> None:
+    """opencode sends the same `x-session-affinity` with both. A name is never trusted."""
     begun = opening("titles")
     title = [{"role": "system", "content": "You write titles."}, begun[1]]
     first = ask(server, begun, "ses_1", tools=[READ])
@@ -93,10 +93,10 @@ def test_a_title_asked_for_beside_a_conversation_costs_it_nothing(server: Server
 
 
 @pytest.mark.parametrize("day", [["dates"], True])
-def test_a_new_day_costs_what_comes_after_it_unless_dates_are_normalised(
+def test_a_new_date_invalidates_the_rest_of_the_prompt_unless_dates_are_normalised(
     server: Server, day: Any
 ) -> None:
-    """opencode has the date in its system prompt."""
+    """opencode writes the date into its system prompt."""
 
     def asked(date: str) -> dict[str, Any]:
         rules = f"Today's date: {date} {day}\n" + "Never guess what you can read. " * 20

@@ -1,4 +1,4 @@
-"""Real clients against the real server with a real model."""
+"""Real clients talk to the real server with a real model."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cached(usage: Any) -> int:
     return int(usage.prompt_tokens_details.cached_tokens)
 
 
-def test_turn_two_through_the_openai_client_pays_only_for_the_new_words(
+def test_turn_two_through_the_openai_client_computes_only_new_tokens(
     client: openai.OpenAI,
 ) -> None:
     messages: list[ChatCompletionMessageParam] = [
@@ -65,7 +65,7 @@ def test_turn_two_through_the_openai_client_pays_only_for_the_new_words(
     assert second.model_extra["x_cache"]["reused_tokens"] == cached(second.usage)
 
 
-def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI) -> None:
+def test_a_streamed_answer_equals_the_unstreamed_one(client: openai.OpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [
         {"role": "system", "content": SYSTEM},
         {"role": "user", "content": "Name a bird."},
@@ -78,7 +78,7 @@ def test_a_streamed_answer_equals_the_whole_one(client: openai.OpenAI) -> None:
     assert len(pieces) > 2
 
 
-def test_a_stream_tells_its_usage_in_the_end(client: openai.OpenAI) -> None:
+def test_a_stream_ends_with_its_usage(client: openai.OpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Name a fish."}]
     for asked in range(2):
         stream = client.chat.completions.create(
@@ -95,7 +95,7 @@ def test_a_stream_tells_its_usage_in_the_end(client: openai.OpenAI) -> None:
             assert cached(last.usage) == last.usage.prompt_tokens - 1
 
 
-def test_text_completions_take_lists_and_logprobs(client: openai.OpenAI) -> None:
+def test_text_completions_accept_lists_and_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model="default",
         prompt=["The capital of France is", "The capital of France is"],
@@ -129,7 +129,7 @@ def test_a_seed_makes_sampling_repeatable_and_choices_differ(client: openai.Open
     assert len(set(first)) > 1
 
 
-def test_bias_penalties_and_stops_are_really_applied(client: openai.OpenAI) -> None:
+def test_bias_penalties_and_stop_strings_take_effect(client: openai.OpenAI) -> None:
     messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count to ten."}]
     plain = client.chat.completions.create(
         model="default", messages=messages, temperature=0, max_tokens=12, logprobs=True, **EXACT
@@ -168,7 +168,7 @@ def test_a_user_cannot_end_the_turn_by_writing_a_control_token(client: openai.Op
     assert prompt_tokens("<|im_end|>") > prompt_tokens("x") + 2
 
 
-def test_errors_arrive_as_the_clients_own_exceptions(client: openai.OpenAI) -> None:
+def test_errors_arrive_as_exceptions_of_the_client_library(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.chat.completions.create(
             model="gpt-none", messages=[{"role": "user", "content": "hi"}]
@@ -178,12 +178,12 @@ def test_errors_arrive_as_the_clients_own_exceptions(client: openai.OpenAI) -> N
     assert refused.value.code == "context_length_exceeded"
 
 
-def test_curl_gets_the_same_answer_twice_and_pays_once(server: Server) -> None:
+def test_curl_gets_the_same_answer_twice_and_the_prompt_is_computed_once(server: Server) -> None:
     body = {
         "messages": [{"role": "user", "content": "What floats on water?"}],
         "temperature": 0,
         "max_tokens": 8,
-        "logit_bias": {"260": 100},  # so that no last bit decides
+        "logit_bias": {"260": 100},  # so that rounding decides nothing
     }
     command = [
         "curl", "-s", f"{server.url}/v1/chat/completions",
@@ -204,7 +204,7 @@ def test_curl_gets_the_same_answer_twice_and_pays_once(server: Server) -> None:
     assert stages["compute"] > 0
 
 
-def test_questions_asked_at_once_about_one_document_compute_it_once(
+def test_concurrent_questions_about_one_document_compute_it_once(
     client: openai.OpenAI,
 ) -> None:
     document = SYSTEM + " The logbook says: " + " ".join(f"ship {n} at dawn," for n in range(40))

@@ -1,4 +1,5 @@
-"""Embedding and ranking models beside a chat model: the command, HTTP, and clients' libraries."""
+"""Embedding models and rerankers run alongside a chat model, by command line, HTTP and
+libraries."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def refusal(answer: httpx.Response) -> Any:
     return answer.json()["error"]
 
 
-def test_every_input_has_its_vector_in_order_in_one_request_or_many(client: httpx.Client) -> None:
+def test_vectors_come_in_the_order_of_the_inputs_in_one_request_or_several(
+    client: httpx.Client,
+) -> None:
     together = vectors(client, input=TEXTS)
     alone = np.concatenate([vectors(client, input=text, use_kv_cache=False) for text in TEXTS])
     assert together.shape == (len(TEXTS), WIDTH)
@@ -67,21 +70,21 @@ def test_every_input_has_its_vector_in_order_in_one_request_or_many(client: http
     assert (together * in_twos).sum(axis=1).min() > 0.9999
 
 
-def test_base64_has_the_bits_of_the_floats(client: httpx.Client) -> None:
+def test_base64_and_floats_hold_the_same_bits(client: httpx.Client) -> None:
     floats = vectors(client, input=TEXTS)
     answer = post(client, {"input": TEXTS, "encoding_format": "base64"}).json()
     encoded = [base64.b64decode(each["embedding"]) for each in answer["data"]]
     assert np.array_equal(np.stack([np.frombuffer(each, "<f4") for each in encoded]), floats)
 
 
-def test_fewer_dimensions_are_the_first_ones_with_length_one(client: httpx.Client) -> None:
+def test_fewer_dimensions_truncate_and_normalise_the_vector(client: httpx.Client) -> None:
     whole = vectors(client, input=TEXTS)[:, :5]
     few = vectors(client, input=TEXTS, dimensions=5)
     assert np.allclose(few, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
     assert "up to 64" in refusal(post(client, {"input": "a", "dimensions": 65}))["message"]
 
 
-def test_usage_counts_the_tokens_and_those_that_were_known(client: httpx.Client) -> None:
+def test_usage_counts_prompt_tokens_and_cached_tokens(client: httpx.Client) -> None:
     bodies = [{"input": ["the mat", "the rain", "the mat"]}] * 2
     first, again = (post(client, body, "/embeddings").json()["usage"] for body in bodies)
     assert first["prompt_tokens"] == first["total_tokens"] == 12
@@ -105,11 +108,13 @@ def test_usage_counts_the_tokens_and_those_that_were_known(client: httpx.Client)
         ({"input": "a", "model": "rank"}, "not one that makes embeddings: use one of bert"),
     ],
 )
-def test_what_is_wrong_is_named(client: httpx.Client, fields: dict[str, Any], message: str) -> None:
+def test_errors_name_the_wrong_field(
+    client: httpx.Client, fields: dict[str, Any], message: str
+) -> None:
     assert message in refusal(post(client, fields))["message"]
 
 
-def test_each_model_is_listed_and_does_what_it_is_for(client: httpx.Client) -> None:
+def test_each_model_is_listed_and_does_its_own_task(client: httpx.Client) -> None:
     listed = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["chat", "bert", "rank"]
     assert listed[1]["dimensions"] == WIDTH
@@ -122,25 +127,25 @@ def test_each_model_is_listed_and_does_what_it_is_for(client: httpx.Client) -> N
     assert client.get("/v1/cache/stats").status_code == 200
 
 
-def test_openais_library_gets_its_vectors(server: Server, client: httpx.Client) -> None:
-    """It asks for base64 of its own accord."""
+def test_the_openai_library_gets_vectors(server: Server, client: httpx.Client) -> None:
+    """The library asks for base64 by default."""
     library = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     answer = library.embeddings.create(model="bert", input=TEXTS)
     found = np.array([each.embedding for each in answer.data], np.float32)
     assert np.array_equal(found, vectors(client, input=TEXTS))
 
 
-def test_langchain_gets_the_vectors_of_its_texts(server: Server, client: httpx.Client) -> None:
+def test_langchain_gets_vectors_for_texts(server: Server, client: httpx.Client) -> None:
     library = langchain(server, check_embedding_ctx_length=False)
     expected = vectors(client, input=TEXTS)
     assert np.allclose(library.embed_documents(TEXTS), expected, atol=1e-6)
     assert np.allclose(library.embed_query(TEXTS[0]), expected[0], atol=1e-6)
 
 
-def test_langchain_gets_the_vectors_of_its_token_lists(
+def test_langchain_gets_vectors_for_token_lists(
     server: Server, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default it sends lists of tokens, cut with the encoding that it finds for the model."""
+    """By default it sends token lists, made with the encoding it finds for the model."""
 
     class OfServer:
         def encode(self, text: str, **_: Any) -> list[int]:
@@ -165,7 +170,7 @@ def rerank(client: httpx.Client, **body: Any) -> Any:
     return post(client, {"query": "the cat", "documents": TEXTS, **body}, "/v1/rerank")
 
 
-def test_documents_are_ranked_the_best_first(client: httpx.Client) -> None:
+def test_documents_are_ranked_best_first(client: httpx.Client) -> None:
     answer = rerank(client).json()
     scores = [each["relevance_score"] for each in answer["results"]]
     assert scores == sorted(scores, reverse=True)
@@ -192,13 +197,13 @@ def test_documents_are_ranked_the_best_first(client: httpx.Client) -> None:
         ({"model": "bert"}, "not one that ranks documents: use one of rank"),
     ],
 )
-def test_what_is_wrong_with_documents_is_named(
+def test_errors_name_what_is_wrong_with_documents(
     client: httpx.Client, fields: dict[str, Any], message: str
 ) -> None:
     assert message in refusal(rerank(client, **fields))["message"]
 
 
-def test_a_model_that_dies_is_unhealthy_until_it_is_back(
+def test_a_model_that_dies_is_unhealthy_until_it_is_restarted(
     server: Server, client: httpx.Client
 ) -> None:
     before = vectors(client, input=TEXTS)

@@ -1,4 +1,4 @@
-"""The server when things go wrong around it; a tiny model makes it quick."""
+"""The server handles faults around it. A tiny model keeps these tests fast."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def body(**more: object) -> dict[str, object]:
 
 
 def await_calm(server: Server) -> None:
-    """Until a small question is answered at once, which a leaked turn would forbid."""
+    """Wait until a short question is answered quickly, which a leaked turn would prevent."""
     deadline = time.monotonic() + CALM_S
     with server.client() as client:
         while not client.post("/v1/chat/completions", json=body(max_tokens=1)).is_success:
@@ -40,7 +40,7 @@ def await_calm(server: Server) -> None:
 
 
 def test_a_client_that_hangs_up_frees_its_turn(server: Server) -> None:
-    """Eight turns fill the server; after all clients left, it has room at once."""
+    """Eight turns fill the server. After all clients hang up, it has free slots again."""
     for _ in range(3):
         with contextlib.ExitStack() as stack:
             client = stack.enter_context(server.client())
@@ -55,7 +55,7 @@ def test_a_client_that_hangs_up_frees_its_turn(server: Server) -> None:
         await_calm(server)
 
 
-def test_a_killed_runtime_is_a_clear_error_and_comes_back(server: Server) -> None:
+def test_a_killed_runtime_causes_a_clear_error_and_is_restarted(server: Server) -> None:
     [worker] = server.worker_pids()
     with server.client() as client:
         with client.stream(
@@ -77,7 +77,7 @@ def test_a_killed_runtime_is_a_clear_error_and_comes_back(server: Server) -> Non
     assert server.worker_pids() != [worker]
 
 
-def test_a_server_told_to_stop_ends_cleanly_with_its_children(tmp_path: Path) -> None:
+def test_a_stopped_server_ends_cleanly_with_its_children(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny.gguf")
     with running(model, tmp_path, "--threads", "1") as server:
         children = server.worker_pids()
@@ -88,7 +88,7 @@ def test_a_server_told_to_stop_ends_cleanly_with_its_children(tmp_path: Path) ->
             os.kill(pid, 0)
 
 
-def test_a_damaged_model_is_one_sentence_and_no_traceback(tmp_path: Path) -> None:
+def test_a_damaged_model_causes_one_sentence_and_no_traceback(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny.gguf")
     model.write_bytes(model.read_bytes()[:-5000])
     with pytest.raises(RuntimeError, match="error:") as failure, running(model, tmp_path):
@@ -96,7 +96,7 @@ def test_a_damaged_model_is_one_sentence_and_no_traceback(tmp_path: Path) -> Non
     assert "Traceback" not in str(failure.value)
 
 
-def test_exact_mode_serves_and_reuses(tmp_path: Path) -> None:
+def test_exact_mode_answers_and_reuses_state(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "tiny.gguf")
     question = body(max_tokens=5, logprobs=True)
     question["messages"] = [{"role": "user", "content": "a long question " * 20}]

@@ -1,4 +1,4 @@
-"""Clients that hang up in the middle of a long prompt, and come again."""
+"""Clients hang up in the middle of a long prompt and come back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def give_up_after(client: httpx.Client, tokens: int) -> int:
-    """Hang up when more of the prompt than this is read; how much was."""
+    """Hang up after this part of the prompt is computed, and return how much was."""
     asked = body(stream=True, prefill_progress=True)
     with client.stream("POST", "/v1/chat/completions", json=asked) as response:
         for line in response.iter_lines():
@@ -49,7 +49,7 @@ def figure(server: Server, name: str) -> int:
 
 
 def await_rest(server: Server) -> None:
-    """Until the turn of a client that is gone is gone, too."""
+    """Wait until the turn of the disconnected client has ended."""
     deadline = time.monotonic() + WAIT_S
     while figure(server, "active_turns"):
         assert time.monotonic() < deadline, "it goes on for nobody"
@@ -57,10 +57,10 @@ def await_rest(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "suffix", "layers"),  # enough of them to make a prompt last
+    ("write", "suffix", "layers"),  # enough to make the prefill take a while
     [(write_llama, ".gguf", 8), (write_lfm2, ".gguf", 8), (write_numpy, SUFFIX, 2)],
 )
-def test_five_that_hang_up_and_one_that_waits_compute_each_token_once(
+def test_five_clients_that_hang_up_and_one_that_waits_compute_each_token_once(
     write: Callable[..., Path], suffix: str, layers: int, tmp_path: Path
 ) -> None:
     model = write(tmp_path / f"tiny{suffix}", layers=layers, context=CONTEXT)

@@ -1,4 +1,4 @@
-"""Names made to do harm: they harm nobody else, and nothing secret is told anywhere."""
+"""Malicious names harm nobody else, and no secret appears anywhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SURROGATE = b'{"messages": [{"role": "user", "content": "hi"}], "session_id": "\
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Its folders have the canary in their names, too."""
+    """A server whose folder names contain the canary, too."""
     folder = tmp_path_factory.mktemp(f"{CANARY}-folder")
     model = write_llama(folder / "tiny.gguf", context=2048)
     keys = ["--api-key", KEY, "--api-key", OTHER_KEY, "--admin-key", ADMIN_KEY]
@@ -62,7 +62,7 @@ def said(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def with_bad_names(http: httpx.Client) -> Iterator[httpx.Response]:
-    """Each bad id in every place that takes one."""
+    """Requests with each bad id in every field that takes an id."""
     for bad in IDS:
         path = quote(bad, safe="")
         for field in ("cache_key", "session_id", "prompt_cache_key", "kv_cache_session_id"):
@@ -86,7 +86,7 @@ def with_bad_names(http: httpx.Client) -> Iterator[httpx.Response]:
 
 
 def stream_text(lines: Iterator[str]) -> str:
-    """The text of what is left of a stream, which has to end well."""
+    """The rest of the text of a stream, which must end successfully."""
     text, last = "", ""
     for line in lines:
         if line.startswith("data: "):
@@ -98,14 +98,14 @@ def stream_text(lines: Iterator[str]) -> str:
     return text
 
 
-def test_a_stream_goes_on_undisturbed_by_anothers_bad_names(server: Server) -> None:
+def test_a_stream_is_not_disturbed_by_bad_names_in_other_requests(server: Server) -> None:
     body = said("Tell me a long story.", max_tokens=400, ignore_eos=True, stream=True)
     with client(server, OTHER_KEY) as bert, client(server, KEY) as anna:
         with anna.stream("POST", CHAT, json={**body, "use_kv_cache": False}) as response:
             alone = stream_text(response.iter_lines())
         with anna.stream("POST", CHAT, json={**body, "use_kv_cache": False}) as response:
             lines = response.iter_lines()
-            next(lines)  # it has begun
+            next(lines)  # the stream has begun
             statuses = {answer.status_code for answer in with_bad_names(bert)}
             assert stream_text(lines) == alone
         assert statuses <= {200, 400, 404}
@@ -115,7 +115,7 @@ def test_a_stream_goes_on_undisturbed_by_anothers_bad_names(server: Server) -> N
 
 
 def errors_of_a_session(server: Server) -> list[httpx.Response]:
-    """Everything that can go wrong for a client with secrets."""
+    """Every error that a client with secrets can cause."""
     secret = f"The {CANARY}-prompt sings."
     found = []
     with client(server, KEY) as anna, client(server, f"{CANARY}-wrong") as stranger:
@@ -151,9 +151,11 @@ def returned(http: httpx.Client) -> None:
         time.sleep(0.05)
 
 
-def test_prompts_keys_and_paths_are_told_nowhere(server: Server) -> None:
-    """In no error, metric, file name or line of the log, over a session with all kinds of errors;
-    but for the lines of the start, where the operator is told about the cache folder."""
+def test_prompts_keys_and_paths_appear_nowhere(server: Server) -> None:
+    """No error, metric, file name or log line contains them, in a session with all kinds of errors.
+
+    Only the log of the start names the cache folder, for the operator.
+    """
     start = server.log.read_text()
     errors = errors_of_a_session(server)
     assert all(answer.is_error for answer in errors)
@@ -170,7 +172,7 @@ def test_prompts_keys_and_paths_are_told_nowhere(server: Server) -> None:
         assert CANARY not in place, place[:1000]
 
 
-def test_a_line_of_the_models_process_has_the_requests_id(server: Server) -> None:
+def test_log_lines_of_the_runtime_have_the_request_id(server: Server) -> None:
     with client(server, KEY) as anna:
         answer = anna.post(CHAT, json=said("Hello."), headers={"X-Request-Id": "req-of-anna.1"})
     assert answer.headers["x-request-id"] == "req-of-anna.1"

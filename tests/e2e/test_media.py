@@ -1,4 +1,4 @@
-"""Pictures and videos over HTTP, to the real model that sees; and what hostile ones come to."""
+"""Pictures and videos over HTTP for a real vision model, including hostile files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def refusal(answer: Any) -> dict[str, Any]:
     return found
 
 
-def test_openais_client_asks_about_a_picture(server: Server) -> None:
+def test_the_openai_client_can_ask_about_a_picture(server: Server) -> None:
     client = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
     [model] = client.models.list().data
     assert (model.id, model.model_dump()["modalities"]) == ("smollm2-shapes", ["image", "text"])
@@ -81,7 +81,7 @@ def test_openais_client_asks_about_a_picture(server: Server) -> None:
     assert reply.choices[0].message.content == SEEN
 
 
-def test_the_same_picture_by_another_name_is_reused(server: Server, attacker: Attacker) -> None:
+def test_the_same_picture_at_another_address_is_reused(server: Server, attacker: Attacker) -> None:
     for url in (
         data_url(FILE),
         attacker.url("/redirect?/elsewhere", "localhost"),
@@ -92,14 +92,16 @@ def test_the_same_picture_by_another_name_is_reused(server: Server, attacker: At
     assert reused(answer) > PICTURE_TOKENS
 
 
-def test_another_picture_at_the_same_address_is_seen(server: Server, attacker: Attacker) -> None:
+def test_a_changed_picture_at_the_same_address_is_noticed(
+    server: Server, attacker: Attacker
+) -> None:
     url = attacker.url("/changing", "localhost")
     for file, color in (("red_circle_224.png", "red circle"), ("plain_blue_32.png", "blue")):
         attacker.files["/changing"] = ((FOLDER / file).read_bytes(), "")
         assert color in text(ask(server, image(url)))
 
 
-def test_a_video_is_read_frame_by_frame_and_reused(server: Server) -> None:
+def test_a_video_is_split_into_frames_and_reused(server: Server) -> None:
     video = base64.b64encode(clip(frames=40, fps=10)).decode()
     part = {"type": "video", "video_url": f"data:video/mp4;base64,{video}", "max_frames": 3}
     first = ask(server, part, ask="What color is it?", max_tokens=1)
@@ -108,7 +110,7 @@ def test_a_video_is_read_frame_by_frame_and_reused(server: Server) -> None:
     assert reused(second) > 3 * PICTURE_TOKENS
 
 
-def test_a_prepared_picture_is_hit(server: Server) -> None:
+def test_a_prepared_picture_is_a_cache_hit(server: Server) -> None:
     message = asking("What color is the star?", "yellow_star_640x480.jpg")
     with server.client() as http:
         prepared = http.post("/v1/cache/prepare", json={"messages": [message]}).json()
@@ -122,7 +124,7 @@ def test_a_prepared_picture_is_hit(server: Server) -> None:
     assert reused(answer) > PICTURE_TOKENS
 
 
-def test_nothing_on_this_machine_is_reached(server: Server, attacker: Attacker) -> None:
+def test_urls_cannot_reach_this_machine(server: Server, attacker: Attacker) -> None:
     canary = Canary()
     hosts = [
         "127.0.0.1", "127.1", "2130706433", "0x7f000001", "[::ffff:7f00:1]", "[::1]", "0.0.0.0",
@@ -141,9 +143,7 @@ def test_nothing_on_this_machine_is_reached(server: Server, attacker: Attacker) 
     canary.close()
 
 
-def test_hostile_files_are_refused_and_nothing_else_happens(
-    server: Server, attacker: Attacker
-) -> None:
+def test_hostile_files_are_refused_without_side_effects(server: Server, attacker: Attacker) -> None:
     whole = (FOLDER / FILE).read_bytes()
     hostile = [
         png(30_000, 30_000, bomb(1 << 20)),
@@ -160,7 +160,7 @@ def test_hostile_files_are_refused_and_nothing_else_happens(
     assert text(ask(server, image(data_url(FILE)), ask="Is there a circle?"))
 
 
-def test_a_decoder_that_dies_is_replaced_while_replies_go_on(server: Server) -> None:
+def test_a_decoder_that_dies_is_replaced_while_replies_continue(server: Server) -> None:
     before = some_decoders(server)
     story = [{"role": "user", "content": "Tell me a long story."}]
     body = {"messages": story, "stream": True, "max_tokens": 20, "ignore_eos": True, "seed": 1}
@@ -176,13 +176,13 @@ def test_a_decoder_that_dies_is_replaced_while_replies_go_on(server: Server) -> 
 
 
 def some_decoders(server: Server) -> set[int]:
-    """They are started with the first picture."""
+    """Decoders start with the first picture."""
     assert text(ask(server, image(data_url(FILE)), max_tokens=1))
     return decoder_pids(server)
 
 
 def decoder_pids(server: Server) -> set[int]:
-    """Those of the server's children that decode."""
+    """The server's child processes that decode pictures."""
     return {
         pid
         for pid in server.worker_pids()

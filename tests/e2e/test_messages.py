@@ -1,4 +1,5 @@
-"""Anthropic's Messages against the real server: one cache for all dialects, and true figures."""
+"""Anthropic's Messages API on the real server shares one cache with all dialects and reports true
+figures."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def client(server: Server) -> Iterator[anthropic.Anthropic]:
 
 
 def system(about: str) -> str:
-    """A long system prompt that no other test has."""
+    """A long system prompt that no other test uses."""
     return f"{about} is what you know all about. " * 20
 
 
@@ -48,7 +49,9 @@ def total(usage: dict[str, Any]) -> int:
     return sum(usage[count] for count in counts)
 
 
-def test_a_conversation_goes_on_from_chat_completions_on_the_same_blocks(server: Server) -> None:
+def test_a_conversation_from_chat_completions_continues_with_the_same_blocks(
+    server: Server,
+) -> None:
     messages = [{"role": "user", "content": "Where are we?"}]
     begun = [{"role": "system", "content": system("harbours")}, *messages]
     chat = {"messages": begun, "max_tokens": 8, "temperature": 0}
@@ -58,7 +61,9 @@ def test_a_conversation_goes_on_from_chat_completions_on_the_same_blocks(server:
     history = [*messages, {"role": "assistant", "content": reply}, *messages]
     second = ask(server, history, system=system("harbours"))
     computed = first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
-    assert second["usage"]["cache_read_input_tokens"] == computed - 1  # the last was only sampled
+    assert (
+        second["usage"]["cache_read_input_tokens"] == computed - 1
+    )  # the last token was sampled but not computed
     text = second["content"][0]["text"]
     chat["messages"] = [begun[0], *history, {"role": "assistant", "content": text}, *messages]
     with server.client() as http:
@@ -68,7 +73,7 @@ def test_a_conversation_goes_on_from_chat_completions_on_the_same_blocks(server:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_read_and_created_is_what_was_reused_and_computed(
+def test_cache_read_and_creation_tokens_are_the_reused_and_computed_tokens(
     server: Server, stream: bool
 ) -> None:
     control = {"type": "ephemeral", "ttl": "1h"}
@@ -88,7 +93,7 @@ def test_what_is_read_and_created_is_what_was_reused_and_computed(
     )
 
 
-def test_tokens_are_counted_as_a_message_counts_them(client: anthropic.Anthropic) -> None:
+def test_count_tokens_agrees_with_the_usage_of_a_message(client: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {
         "model": "tiny",
         "system": "Be brief.",
@@ -102,20 +107,20 @@ def test_tokens_are_counted_as_a_message_counts_them(client: anthropic.Anthropic
     assert counted == spent.input_tokens + spent.cache_read_input_tokens
 
 
-def test_a_prompt_that_is_too_long_says_by_how_much(client: anthropic.Anthropic) -> None:
+def test_the_error_for_a_long_prompt_says_by_how_much(client: anthropic.Anthropic) -> None:
     messages: Any = [{"role": "user", "content": "x" * 9000}]
     with pytest.raises(anthropic.BadRequestError, match=r"too long: \d{4} tokens > 8192 maximum"):
         client.messages.create(model="tiny", max_tokens=1, messages=messages)
 
 
-def test_a_stop_sequence_is_told(server: Server) -> None:
+def test_the_stop_sequence_is_reported(server: Server) -> None:
     question = [{"role": "user", "content": "hello"}]
     text = ask(server, question)["content"][0]["text"]
     stopped = ask(server, question, stop_sequences=[text[2]])
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", text[2])
 
 
-def test_a_call_is_forced_answered_and_replayed(server: Server) -> None:
+def test_a_forced_tool_call_can_be_answered_and_replayed(server: Server) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"enum": [1, 2]}},
@@ -143,7 +148,7 @@ def test_a_call_is_forced_answered_and_replayed(server: Server) -> None:
     assert second["usage"]["cache_read_input_tokens"] >= total(first["usage"])
 
 
-def test_a_conversation_that_changed_says_what_has_changed(server: Server) -> None:
+def test_the_report_says_what_changed_in_a_conversation(server: Server) -> None:
     def asked(previous: str | None, about: str, *words: str) -> dict[str, Any]:
         roles = ("user", "assistant")
         messages = [{"role": roles[at % 2], "content": word} for at, word in enumerate(words)]
@@ -164,7 +169,7 @@ def test_a_conversation_that_changed_says_what_has_changed(server: Server) -> No
 
 
 def billed(version: str, *, as_list: bool) -> Any:
-    """A system prompt that begins as Claude Code's does."""
+    """A system prompt that begins like Claude Code's."""
     line = f"x-anthropic-billing-header: cc_version=2.1.325.{version}; cc_entrypoint=cli;"
     rules = system("billing")
     if not as_list:
@@ -173,8 +178,8 @@ def billed(version: str, *, as_list: bool) -> Any:
 
 
 @pytest.mark.parametrize("as_list", [False, True])
-def test_a_billing_line_does_not_make_every_conversation_new(server: Server, as_list: bool) -> None:
-    """vllm-mlx PR 277."""
+def test_a_changing_billing_line_does_not_prevent_reuse(server: Server, as_list: bool) -> None:
+    """See vllm-mlx PR 277."""
     question = [{"role": "user", "content": f"Who pays {as_list}?"}]
     ask(server, question, system=billed("0dc", as_list=not as_list))
     other = billed("f3a" if as_list else "e4b", as_list=as_list)
@@ -186,8 +191,8 @@ def test_a_billing_line_does_not_make_every_conversation_new(server: Server, as_
     assert plain["usage"]["input_tokens"] > len(system("billing"))
 
 
-def test_a_system_message_in_mid_conversation_costs_its_own_tokens_alone(server: Server) -> None:
-    """A list at first and a string later, as Claude Code sends it."""
+def test_a_system_message_in_mid_conversation_costs_only_its_own_tokens(server: Server) -> None:
+    """Claude Code sends it first as a list and later as a string."""
     note = "It is noon, and all is well."
     listed = {"role": "system", "content": [{"type": "text", "text": note}]}
     question = {"role": "user", "content": "What time is it?"}

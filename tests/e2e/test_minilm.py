@@ -1,4 +1,4 @@
-"""The catalogue's embedding model, as it is pulled, against a plain implementation of BERT."""
+"""The catalogue's embedding model agrees with a plain implementation of BERT."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ def reference(minilm_path: Path) -> ReferenceBert:
     return ReferenceBert(minilm_path)
 
 
-def test_texts_are_cut_into_the_same_words(embedder: Embedder, reference: ReferenceBert) -> None:
+def test_texts_are_tokenised_like_the_reference(
+    embedder: Embedder, reference: ReferenceBert
+) -> None:
     for sentence in SENTENCES:
         assert embedder.encode(sentence) == reference.tokens(sentence)
 
 
-def test_fifty_sentences_have_the_vectors_of_the_reference(
+def test_fifty_sentences_have_the_same_vectors_as_the_reference(
     embedder: Embedder, reference: ReferenceBert
 ) -> None:
     assert len(set(SENTENCES)) == 50
@@ -42,7 +44,7 @@ def test_fifty_sentences_have_the_vectors_of_the_reference(
     assert (found * reference.embed(SENTENCES)).sum(axis=1).min() > 0.999
 
 
-def test_sentences_that_mean_the_same_are_closest(embedder: Embedder) -> None:
+def test_sentences_with_the_same_meaning_are_closest(embedder: Embedder) -> None:
     texts = ["How old are you?", "What is your age?", "The train to Rome leaves at noon."]
     one, same, other = embedder.embed([embedder.encode(text) for text in texts])
     assert one @ same > 0.5 > one @ other + 0.2

@@ -1,4 +1,4 @@
-"""Models of both formats in one server, an adapter, and SmolLM2 computed by both engines."""
+"""One server runs models of both formats and an adapter, and both engines agree on SmolLM2."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.support.tiny import write_llama
 from tests.support.tiny_mlx import write_tiny_adapter, write_tiny_mlx
 
 LONG = "The sea has many ships, and every ship has a name that nobody remembers twice. " * 2
-ALIKE_TOKENS = 8  # of each answer, that are compared
-#: llama.cpp rounds what is multiplied with quantised weights to 8 bits, MLX does not. Logits of
-#: likely tokens differ by up to 0.95 for it on these questions, and the two choose alike but where
-#: both candidates are closer than that: eight of ten answers are the same, where this was measured.
+ALIKE_TOKENS = 8  # compared tokens of each answer
+#: llama.cpp rounds activations to 8 bits before it multiplies them with quantised weights. MLX does
+#: not. The logits of likely tokens therefore differ by up to 0.95 on these questions. The engines
+#: choose differently only where two candidates are closer than that. Measured: eight of ten equal.
 CLOSE_CALL = 1.0
-#: With the same weights as floats llama.cpp rounds nothing: ten of ten, and no logit of the whole
-#: vocabulary is more than 0.037 apart (1.44 with the rounding).
+#: With the same weights as floats, llama.cpp rounds nothing. Then ten of ten answers are equal, and
+#: no logit of the vocabulary differs by more than 0.037 (1.44 with rounding).
 LAST_BITS = 0.2
 QUESTIONS = [
     "Say hello.",
@@ -45,7 +45,7 @@ QUESTIONS = [
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A GGUF file and a folder, which are tiny, side by side."""
+    """A server with a tiny GGUF file and a tiny MLX folder."""
     folder = tmp_path_factory.mktemp("both")
     file, model = write_llama(folder / "tiny-gguf.gguf"), write_tiny_mlx(folder / "tiny-mlx")
     with running(file, folder, "--model", str(model)) as started:
@@ -71,17 +71,17 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_one_server_has_models_of_both_formats(server: Server) -> None:
+def test_one_server_runs_models_of_both_formats(server: Server) -> None:
     listed = httpx.get(f"{server.url}/v1/models").json()["data"]
     assert [model["id"] for model in listed] == ["tiny-gguf", "tiny-mlx"]
     assert content(chat(server, "tiny-gguf", LONG)) != content(chat(server, "tiny-mlx", LONG))
 
 
 @pytest.mark.parametrize("model", ["tiny-gguf", "tiny-mlx"])
-def test_each_reuses_the_first_turn_in_the_second(server: Server, model: str) -> None:
+def test_each_model_reuses_the_first_turn_in_the_second(server: Server, model: str) -> None:
     question = f"{model}, {LONG}"
     first = chat(server, model, question)
-    assert cached(first) < 16  # what every conversation begins with
+    assert cached(first) < 16  # the common start of every conversation
     asked = (question, content(first), "And then?")
     second = chat(server, model, *asked)
     assert cached(second) >= first["usage"]["prompt_tokens"]
@@ -90,7 +90,7 @@ def test_each_reuses_the_first_turn_in_the_second(server: Server, model: str) ->
 
 
 def test_an_adapter_changes_the_answer_and_shares_no_state(server: Server, tmp_path: Path) -> None:
-    """The server with the adapter has the folder of state in which the other one keeps its own."""
+    """Both servers use the same cache folder."""
     model = write_tiny_mlx(tmp_path / "tiny-mlx")
     adapter = write_tiny_adapter(tmp_path / "lora", model)
     plain = chat(server, "tiny-mlx", LONG)
@@ -102,7 +102,7 @@ def test_an_adapter_changes_the_answer_and_shares_no_state(server: Server, tmp_p
     assert content(adapted) == content(again) != content(plain)
 
 
-def test_a_picture_for_a_folder_is_refused_with_what_to_do(server: Server) -> None:
+def test_a_picture_for_a_text_only_folder_is_refused_with_a_remedy(server: Server) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     body = {"model": "tiny-mlx", "messages": [{"role": "user", "content": [part]}]}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
@@ -110,11 +110,8 @@ def test_a_picture_for_a_folder_is_refused_with_what_to_do(server: Server) -> No
     assert "--mmproj" in answer.json()["error"]["message"]
 
 
-# -- SmolLM2 ---------------------------------------------------------------------------------------
-
-
 def rows(engine: ObservedEngine, question: str, answer: Sequence[int] = ()) -> list[Row]:
-    """The logits behind each token of the most likely answer, or of one that is given."""
+    """The logits after each token of the greedy answer, or of a given one."""
     asked = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     tokens = engine.tokenizer.encode(asked, special=True)
     sequence = engine.sequences.open(exact=False)
@@ -142,8 +139,10 @@ def observed(path: Path) -> ObservedEngine:
 def test_a_real_model_gives_the_same_answers_with_both_engines(
     smollm2_path: Path, tmp_path: Path
 ) -> None:
-    """Where they choose another token, both engines hold the two for almost equally likely; and
-    all that is between them is llama.cpp's rounding."""
+    """Where they choose different tokens, both engines rate the two almost equal.
+
+    The only difference between the engines is llama.cpp's rounding.
+    """
     folder = write_gguf_as_folder(smollm2_path, tmp_path / "smollm2")
     floats = write_gguf_as_float(smollm2_path, tmp_path / "smollm2.f32.gguf")
     llama, unrounded, mlx = (observed(path) for path in (smollm2_path, floats, folder))

@@ -1,4 +1,4 @@
-"""What a client may call a conversation: message ids, sessions, keys, or nothing at all."""
+"""A client may name a conversation by message id, session or key, or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OUR_FILES = re.compile(
 )
 ODD_NAMES = ("../../etc/passwd", "/etc/passwd", "x" * 256, "名前/ñ\u202e\uff0e\uff0f", "a\0b\n")
 
-# The guide's own requests, byte for byte.
+# The guide's requests, byte for byte.
 FIRST = """{
       "messages": [
           {"role": "user", "content": "Hello! I read the book 'Harry Potter and the Prisoner of \
@@ -54,7 +54,7 @@ Azkaban' today.", "message_id": "msg_1_uuid"},
 
 @pytest.fixture(scope="module", params=["llamacpp", "numpy", "mlx"])
 def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """One for each engine: what names do must not depend on who computes."""
+    """One folder per engine, because names must not depend on the engine."""
     return tmp_path_factory.mktemp(request.param)
 
 
@@ -88,7 +88,7 @@ def user(text: str, **more: Any) -> Json:
 
 
 def chat(client: httpx.Client, messages: list[Json], **more: Any) -> Json:
-    """A turn, greedy and short unless it says otherwise."""
+    """A turn that is greedy and short by default."""
     body = {"messages": messages, "temperature": 0, "max_tokens": 6, **more}
     return post(client, "/v1/chat/completions", **body)
 
@@ -110,7 +110,7 @@ def reused(answer: Json) -> int:
 
 
 def held(answer: Json) -> int:
-    """The tokens a turn leaves behind; the last was sampled and never computed."""
+    """The tokens whose state a turn leaves. The last token was sampled but never computed."""
     return int(answer["usage"]["total_tokens"]) - 1
 
 
@@ -121,9 +121,6 @@ def events(client: httpx.Client, path: str, **body: Any) -> list[Json]:
     return [json.loads(line) for line in lines]
 
 
-# -- message ids ---------------------------------------------------------------------------------
-
-
 def curl(server: Server, body: str) -> Json:
     command = ["curl", "-s", "-X", "POST", "-H", "Content-Type: application/json",
                "-H", "X-Model-Id: 0", "-d", body, f"{server.url}/v1/chat/completions"]  # fmt: skip
@@ -131,7 +128,7 @@ def curl(server: Server, body: str) -> Json:
     return told
 
 
-def test_the_guides_two_requests_work_through_curl(server: Server) -> None:
+def test_the_two_requests_of_the_guide_work_with_curl(server: Server) -> None:
     first = curl(server, FIRST)
     reply = said(first)
     assert reply["message_id"]
@@ -140,7 +137,7 @@ def test_the_guides_two_requests_work_through_curl(server: Server) -> None:
     assert said(second)["message_id"] not in (None, reply["message_id"])
 
 
-def test_an_id_that_the_server_gave_names_the_conversation_up_to_it(client: httpx.Client) -> None:
+def test_a_message_id_names_the_conversation_up_to_that_message(client: httpx.Client) -> None:
     messages = [user("Which book is the best of them?", message_id="mine-1")]
     first = chat(client, messages, use_kv_cache=True)
     messages += [said(first), user("And the second best?", message_id="mine-2")]
@@ -154,7 +151,7 @@ def test_an_id_that_the_server_gave_names_the_conversation_up_to_it(client: http
     assert key_of(client, choice["delta"]["message_id"])
 
 
-def test_the_newest_known_id_is_taken(client: httpx.Client) -> None:
+def test_the_newest_known_id_is_used(client: httpx.Client) -> None:
     messages = [user("Newest first, please.")]
     messages += [said(chat(client, messages, use_kv_cache=True)), user("Go on.")]
     messages += [said(chat(client, messages, use_kv_cache=True)), user("Once more.")]
@@ -165,13 +162,13 @@ def test_the_newest_known_id_is_taken(client: httpx.Client) -> None:
     assert chat(client, messages, use_kv_cache=True)["x_cache"]["cache_key"] == older
 
 
-def test_ids_are_looked_at_only_where_that_is_asked_for(client: httpx.Client) -> None:
+def test_message_ids_are_used_only_on_request(client: httpx.Client) -> None:
     told = chat(client, [user("No ids here.", message_id="msg_1_uuid")])
     assert "message_id" not in told["choices"][0]["message"]
 
 
 def key_of(client: httpx.Client, name: str) -> str:
-    """Of the entry that bears this name."""
+    """The cache key of the entry with this name."""
     entries = client.get("/v1/cache").json()["entries"]
     [key] = [
         each["cache_key"] for each in entries if name in {said["name"] for said in each["names"]}
@@ -180,9 +177,7 @@ def key_of(client: httpx.Client, name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
-def test_any_name_is_a_plain_name_and_never_a_path(
-    client: httpx.Client, folder: Path, name: str
-) -> None:
+def test_a_name_is_never_treated_as_a_path(client: httpx.Client, folder: Path, name: str) -> None:
     messages = [user(f"{ODD_NAMES.index(name)} is how many?", message_id=name)]
     for field in ({"session_id": name}, {"use_kv_cache": True}, {"prompt_cache_key": name}):
         first = chat(client, messages, **field)
@@ -197,7 +192,7 @@ def test_any_name_is_a_plain_name_and_never_a_path(
     assert [file for file in written if not OUR_FILES.fullmatch(file)] == []
 
 
-def test_a_model_number_that_is_not_loaded_is_refused_with_those_that_are(
+def test_an_unknown_model_number_is_refused_with_the_known_ones(
     client: httpx.Client,
 ) -> None:
     for path in ("/v1/chat/completions", "/v1/completions"):
@@ -205,9 +200,6 @@ def test_a_model_number_that_is_not_loaded_is_refused_with_those_that_are(
         answer = client.post(path, json=body, headers={"X-Model-Id": "7"})
         assert answer.status_code == httpx.codes.BAD_REQUEST
         assert "0 (tiny)" in answer.json()["error"]["message"]
-
-
-# -- completions ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -222,7 +214,7 @@ def test_a_model_number_that_is_not_loaded_is_refused_with_those_that_are(
     ],
     ids=json.dumps,
 )
-def test_a_text_goes_on_under_the_same_names_streamed_or_not(
+def test_a_text_completion_continues_under_its_names_streamed_or_not(
     client: httpx.Client, name: Json
 ) -> None:
     text = f"{json.dumps(name)} Once upon a time there was a lighthouse. "
@@ -241,7 +233,7 @@ def test_a_text_goes_on_under_the_same_names_streamed_or_not(
     assert (third["x_cache"]["status"], reused(third)) == ("hit", report["cached_tokens"])
 
 
-def test_how_long_to_keep_a_prompt_is_obeyed_or_refused(client: httpx.Client) -> None:
+def test_prompt_cache_retention_is_obeyed_or_refused(client: httpx.Client) -> None:
     for retention, ttl in (("24h", 86400), ("in_memory", None)):
         name = f"kept {retention}"
         body: Json = {"prompt": f"{name}: {'a word ' * 20}", "max_tokens": 2, "temperature": 0}
@@ -260,20 +252,18 @@ def test_how_long_to_keep_a_prompt_is_obeyed_or_refused(client: httpx.Client) ->
         assert answer.json()["error"]["param"] == "prompt_cache_retention"
 
 
-# -- sampled tokens ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [{}, {"session_id": "spelling"}], ids=["unnamed", "named"])
 @pytest.mark.parametrize("unit", ["th", "あ", "й"])
-def test_a_reply_comes_back_as_the_tokens_that_were_sampled(
+def test_a_reply_that_comes_back_is_matched_by_its_sampled_tokens(
     client: httpx.Client, unit: str, name: Json
 ) -> None:
-    """Byte after byte, where the tokenizer would merge `th` and a letter takes several tokens."""
+    """The model samples byte by byte, where the tokenizer would merge `th`, and a letter takes
+    several tokens."""
     spelled = unit.encode()
     first_byte = len(tiny.CONTROL)
     forced: Json = {
         "logit_bias": {str(first_byte + byte): 100 - 25 * at for at, byte in enumerate(spelled)},
-        "repetition_penalty": 100.0,  # the bytes take turns: none comes again before all have
+        "repetition_penalty": 100.0,  # no byte repeats before all others were used
         "repetition_context_size": len(spelled) - 1,
         "max_tokens": 4 * len(spelled),
     }
@@ -290,7 +280,7 @@ def test_a_reply_comes_back_as_the_tokens_that_were_sampled(
         before = answer
 
 
-def test_turns_sampled_wildly_are_reused_whole(smollm2: httpx.Client) -> None:
+def test_turns_sampled_at_high_temperature_are_reused_completely(smollm2: httpx.Client) -> None:
     openings = ["Schreib ein Wort: größer", "напиши слово: море", "日本語で「海」と書いて。"]
     names: list[Json] = [{}, {"session_id": "wild"}, {"use_kv_cache": True}]
     wild: Json = {"temperature": 1.5, "top_p": 1.0, "max_tokens": 16}
@@ -304,15 +294,15 @@ def test_turns_sampled_wildly_are_reused_whole(smollm2: httpx.Client) -> None:
                 assert reused(answer) >= held(before)
             messages.append(said(answer))
             if "\ufffd" in messages[-1]["content"]:
-                break  # half a character was said; what comes back is something else
+                break  # half a character was sampled, so the client sends something else
             before = answer
 
 
-# -- sessions ------------------------------------------------------------------------------------
+def test_a_session_name_is_compared_and_not_trusted(smollm2: httpx.Client) -> None:
+    """These are the guide's two requests.
 
-
-def test_a_session_is_compared_not_trusted(smollm2: httpx.Client) -> None:
-    """The guide's two requests; its second has another reply in it than was given."""
+    The second one contains another reply than the server gave.
+    """
     explain = user("Explain KV cache")
     first = chat(smollm2, [explain], model="default", session_id="chat-123")
     edited = [explain, {"role": "assistant", "content": "KV cache is..."}, user("Tell me more")]
@@ -334,7 +324,7 @@ def test_a_session_is_compared_not_trusted(smollm2: httpx.Client) -> None:
 
 @contextlib.contextmanager
 def guided(folder: Path, *flags: str) -> Iterator[Server]:
-    """A server started with the words of the guide."""
+    """A server started as in the guide."""
     log = folder / "guided.log"
     command = [sys.executable, "-m", "rekindle.cli.main", "--server", "--port", "0",
                "--threads", "1", "--cache-dir", str(folder / "kv")]  # fmt: skip
@@ -356,7 +346,7 @@ def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
     raise RuntimeError(f"the server did not come up: {log.read_text()}")
 
 
-def test_conversations_without_a_name_get_one_and_the_log_says_so(tmp_path: Path) -> None:
+def test_conversations_without_a_name_get_one_that_the_log_shows(tmp_path: Path) -> None:
     model = tiny.write_llama(tmp_path / "tiny.gguf")
     flags = ("--m", str(model), "--context-cache", "--force-cache")
     with guided(tmp_path, *flags) as server, server.client() as client:

@@ -1,4 +1,4 @@
-"""Ollama's own client against a real server."""
+"""Ollama's own client talks to a real server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def client(url: str) -> Iterator[Client]:
         yield client
 
 
-def test_the_models_are_found_and_described(client: Client) -> None:
+def test_models_are_listed_and_described(client: Client) -> None:
     names = [each.model for each in client.list().models]
     assert names == ["chat:latest", "bert:latest"]
     shown = client.show("chat")
@@ -54,7 +54,7 @@ def test_the_models_are_found_and_described(client: Client) -> None:
     assert client.pull("chat").status == "success"
 
 
-def test_a_chat_is_answered_whole_and_streamed_alike(client: Client) -> None:
+def test_a_streamed_chat_equals_the_unstreamed_one(client: Client) -> None:
     whole = client.chat("chat", QUESTION, options=GREEDY)
     pieces = [*client.chat("chat", QUESTION, options=GREEDY, stream=True)]
     assert "".join(each.message.content or "" for each in pieces) == whole.message.content
@@ -63,7 +63,7 @@ def test_a_chat_is_answered_whole_and_streamed_alike(client: Client) -> None:
     assert (pieces[-1].total_duration or 0) > 0
 
 
-def test_the_second_turn_computes_its_own_message_alone(client: Client, url: str) -> None:
+def test_the_second_turn_computes_only_its_own_message(client: Client, url: str) -> None:
     first = client.chat("chat", QUESTION, options=GREEDY)
     again = {"role": "user", "content": "and now?"}
     messages = [*QUESTION, first.message.model_dump(exclude_none=True), again]
@@ -73,7 +73,7 @@ def test_the_second_turn_computes_its_own_message_alone(client: Client, url: str
 
 
 def test_state_survives_an_unload(client: Client, url: str) -> None:
-    """Open WebUI #19046: what was computed is there again when a model is asked for anew."""
+    """See Open WebUI #19046. Computed state is available again when a model is loaded again."""
     question = [{"role": "user", "content": "who sleeps in the cellar when it rains outside?"}]
     first = client.chat("chat", question, options=GREEDY)
     unloaded = httpx.post(f"{url}/api/chat", json={"model": "chat", "keep_alive": 0}, timeout=60)
@@ -85,7 +85,7 @@ def test_state_survives_an_unload(client: Client, url: str) -> None:
     assert answer["x_cache"]["reused_tokens"] >= (first.prompt_eval_count or 0)
 
 
-def test_a_chat_of_another_dialect_is_gone_on_with(client: Client, url: str) -> None:
+def test_a_chat_from_another_dialect_can_be_continued(client: Client, url: str) -> None:
     question = [{"role": "user", "content": "whose hat lies under the old stairs today?"}]
     body = {"messages": question, "temperature": 0, "max_tokens": 8}
     reply = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
@@ -97,7 +97,7 @@ def test_a_chat_of_another_dialect_is_gone_on_with(client: Client, url: str) -> 
     assert answer["x_cache"]["reused_tokens"] >= reply["usage"]["prompt_tokens"]
 
 
-def test_tools_are_offered_and_their_results_read(client: Client) -> None:
+def test_tools_are_offered_and_their_results_are_read(client: Client) -> None:
     calls = [{"function": {"name": "weather", "arguments": {"city": "Rome"}}}]
     messages: list[dict[str, Any]] = [
         *QUESTION,
@@ -120,7 +120,9 @@ def test_a_reply_follows_a_schema(client: Client) -> None:
     assert (answer.message.content or "").replace(" ", "") in ('{"a":true}', '{"a":false}')
 
 
-def test_a_prompt_goes_on_from_the_context_of_the_answer_before(client: Client, url: str) -> None:
+def test_a_prompt_continues_from_the_context_of_the_previous_answer(
+    client: Client, url: str
+) -> None:
     first = client.generate("chat", "tell me of the sea", options=GREEDY)
     assert first.context
     body = {"prompt": "go on", "context": list(first.context), "options": GREEDY, "stream": False}
@@ -134,7 +136,7 @@ def test_a_prompt_goes_on_from_the_context_of_the_answer_before(client: Client, 
     assert second["x_cache"]["reused_tokens"] > 0
 
 
-def test_texts_have_vectors(client: Client) -> None:
+def test_texts_are_embedded(client: Client) -> None:
     found = client.embed("bert", ["the cat", "the hat"])
     assert len(found.embeddings) == 2
     assert client.embed("bert", "the cat").embeddings[0] == pytest.approx(found.embeddings[0])
@@ -142,7 +144,7 @@ def test_texts_have_vectors(client: Client) -> None:
     assert len(long.embeddings) == 1
 
 
-def test_a_model_that_is_not_here_is_said_so(client: Client) -> None:
+def test_an_unknown_model_is_reported(client: Client) -> None:
     with pytest.raises(ResponseError, match="none") as caught:
         client.chat("none", QUESTION)
     assert caught.value.status_code == 404

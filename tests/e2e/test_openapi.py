@@ -1,6 +1,6 @@
-"""Every operation of the OpenAPI document, with requests made from it: right ones and wrong ones.
+"""Every operation of the OpenAPI document accepts valid requests and refuses invalid ones.
 
-Whatever is sent, the answer has a documented status, type and shape, and no fault is the server's.
+Every answer has a documented status, type and shape, and none is a server error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.tiny import write_llama
 from tests.support.tiny_bert import write_bert
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # of its own dependencies
+    warnings.simplefilter("ignore")  # from its own dependencies
     import schemathesis
     from schemathesis import GenerationMode
     from schemathesis.checks import (
@@ -40,7 +40,7 @@ ANSWER_S = 120
 
 
 def valid(found: Any) -> Any:
-    """An operation that the document describes well enough."""
+    """An operation that the document describes completely."""
     return found.ok()
 
 
@@ -70,7 +70,7 @@ def attempt(server: Server, label: str, mode: GenerationMode) -> None:
     )
     @given(OPERATIONS[label].as_strategy(generation_mode=mode))
     def send(case: Any) -> None:
-        if mode is GenerationMode.POSITIVE:  # a name or number at random would be all that is wrong
+        if mode is GenerationMode.POSITIVE:  # a random name or number would be the only error
             case.headers.pop(NUMBER, None)
             if isinstance(case.body, dict):
                 case.body.pop("model", None)
@@ -82,13 +82,13 @@ def attempt(server: Server, label: str, mode: GenerationMode) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("label", OPERATIONS)
-def test_a_right_request_is_answered_as_documented(server: Server, label: str) -> None:
+def test_a_valid_request_is_answered_as_documented(server: Server, label: str) -> None:
     attempt(server, label, GenerationMode.POSITIVE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("label", WITH_BODY)
-def test_a_wrong_request_is_refused_as_documented(server: Server, label: str) -> None:
+def test_an_invalid_request_is_refused_as_documented(server: Server, label: str) -> None:
     attempt(server, label, GenerationMode.NEGATIVE)
 
 

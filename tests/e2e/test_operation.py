@@ -1,4 +1,5 @@
-"""The server as an operator runs it: keys in a file, a warm project, 8-bit cells, signals."""
+"""An operator runs the server with keys in a file, a warm project, an 8-bit KV cache and
+signals."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ class House:
         return key
 
     def cache(self, key: str, *arguments: str) -> Any:
-        """`rekindle cache … --json`"""
+        """Run `rekindle cache … --json`."""
         flags = ["--base-url", f"{self.server.url}/v1", "--json"]
         told = subprocess.run(
             [sys.executable, "-m", "rekindle.cli.main", "cache", *arguments, *flags],
@@ -75,7 +76,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 @pytest.fixture(scope="module")
 def root(house: House) -> str:
-    """An admin's key, made after the server was started."""
+    """An admin key that is created after the server has started."""
     key = house.new_key("root", admin=True)
     deadline = time.monotonic() + 30
     while house.ask(key).status_code != httpx.codes.OK:
@@ -84,11 +85,11 @@ def root(house: House) -> str:
     return key
 
 
-def test_the_log_says_of_what_the_cells_are(house: House) -> None:
+def test_the_log_states_the_kv_type(house: House) -> None:
     assert "KV cells are q8_0 (8 bits)" in house.server.log.read_text()
 
 
-def test_a_project_is_warm_for_the_first_who_comes(house: House, root: str) -> None:
+def test_a_project_is_warm_for_its_first_user(house: House, root: str) -> None:
     key = house.new_key("first")
     time.sleep(auth.RELOAD_INTERVAL_S)
     answer = house.ask(key).json()
@@ -109,7 +110,7 @@ def test_the_cache_commands_work_on_a_running_server(house: House, root: str) ->
     assert house.cache(root, "gc")["status"] == "ok"
 
 
-def test_explain_shows_where_a_request_leaves_an_entry(
+def test_explain_shows_where_a_request_differs_from_an_entry(
     house: House, root: str, tmp_path: Path
 ) -> None:
     key = house.ask(root, return_cache_key=True).json()["x_cache"]["new_cache_key"]
@@ -121,7 +122,7 @@ def test_explain_shows_where_a_request_leaves_an_entry(
     assert told["diverged_at"]["message"] == 1
 
 
-def test_a_stopping_server_refuses_what_is_new_and_ends_at_a_second_request(
+def test_a_stopping_server_refuses_new_requests_and_ends_at_the_second_signal(
     tmp_path: Path,
 ) -> None:
     model = write_llama(tmp_path / "tiny.gguf", context=32768)

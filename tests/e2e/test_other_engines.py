@@ -1,5 +1,5 @@
-"""The whole server on engines other than the usual one: nothing between the API and them knows
-which it is. That in NumPy is not even ours."""
+"""The whole server works with other engines, such as the one in NumPy that is not part of the
+package."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def cached(answer: Any) -> int:
 
 
 def turns(first: str, answer: Any) -> list[Any]:
-    """The first question, its answer, and another question."""
+    """The first question, its answer and another question."""
     return [
         {"role": "user", "content": first},
         {"role": "assistant", "content": answer.choices[0].message.content},
@@ -65,7 +65,7 @@ def test_a_second_turn_reuses_the_first(server: Server) -> None:
     assert second.choices[0].message.content == cold.choices[0].message.content
 
 
-def test_a_stream_is_the_same_answer(server: Server) -> None:
+def test_a_stream_has_the_same_text(server: Server) -> None:
     messages = [{"role": "user", "content": "Say it slowly. " + LONG}]
     whole = chat(server, messages).choices[0].message.content
     chunks = chat(server, messages, stream=True)
@@ -73,12 +73,14 @@ def test_a_stream_is_the_same_answer(server: Server) -> None:
     assert text == whole
 
 
-def test_a_completion_is_served_with_its_logprobs(server: Server) -> None:
+def test_a_completion_has_logprobs(server: Server) -> None:
     answer = client(server).completions.create(
         model="default", prompt=LONG, max_tokens=5, temperature=0, logprobs=2
     )
     assert answer.usage is not None
-    merged = LONG.count("th")  # what one of the two has a token for; else a token is a byte
+    merged = LONG.count(
+        "th"
+    )  # one of the vocabularies has a token for this; otherwise a token is a byte
     assert len(LONG) - merged <= answer.usage.prompt_tokens <= len(LONG)
     assert answer.choices[0].logprobs is not None
     assert len(answer.choices[0].logprobs.tokens or []) == answer.usage.completion_tokens
@@ -97,7 +99,7 @@ def test_a_reply_follows_its_schema(server: Server) -> None:
 
 
 @pytest.mark.parametrize("engine", ["numpy", "mlx"])
-def test_a_restarted_server_reuses_from_disk(tmp_path: Path, engine: str) -> None:
+def test_a_restarted_server_reuses_state_from_disk(tmp_path: Path, engine: str) -> None:
     with serve(tmp_path, engine) as server:
         first = chat(server, [{"role": "user", "content": LONG}])
         expected = chat(server, turns(LONG, first)).choices[0].message.content

@@ -1,5 +1,5 @@
-"""Pictures against the real server and its own projector: answers that only a model that sees can
-give, and what they cost."""
+"""The real server answers questions that only a model with vision can answer, and reuses
+pictures."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ Messages = list[dict[str, Any]]
 
 
 def plain_picture(color: tuple[int, int, int]) -> str:
-    """One that no other test shows."""
+    """A picture that no other test uses."""
     file = BytesIO()
     Image.new("RGB", (40, 30), color).save(file, "PNG")
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 class Visitor:
-    """Asks greedily, and looks at what a question took."""
+    """Asks greedily, and checks the cost of each question."""
 
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
@@ -105,7 +105,7 @@ def test_questions_about_sample_pictures_are_answered_exactly(visitor: Visitor) 
         assert visitor.look(question.ask, question.file) == question.expect
 
 
-def test_a_follow_up_computes_its_own_tokens_alone(visitor: Visitor) -> None:
+def test_a_follow_up_computes_only_its_own_tokens(visitor: Visitor) -> None:
     messages: Messages = []
     sizes = []
     for turn in conversations()[0]:
@@ -114,7 +114,7 @@ def test_a_follow_up_computes_its_own_tokens_alone(visitor: Visitor) -> None:
         assert text_of(answer) == turn["expect"]
         messages.append({"role": "assistant", "content": text_of(answer)})
         sizes.append(computed(answer))
-    assert max(sizes[1:]) < 25  # the question, and what the template has around it
+    assert max(sizes[1:]) < 25  # the question with the template around it
 
 
 def test_two_pictures_are_told_apart_in_either_order(visitor: Visitor) -> None:
@@ -124,7 +124,7 @@ def test_two_pictures_are_told_apart_in_either_order(visitor: Visitor) -> None:
     }
     for order in ((BLUE_SQUARE, YELLOW_STAR), (YELLOW_STAR, BLUE_SQUARE)):
         messages: Messages = []
-        for file in order:  # sure of it, by more than 4 in both orders
+        for file in order:  # by a margin of more than 4 in both orders
             messages.append(asking(LOOK, file))
             answer = text_of(visitor.ask(messages))
             assert answer == seen[file]
@@ -144,7 +144,9 @@ def test_ten_questions_on_one_picture_encode_it_once(visitor: Visitor) -> None:
     ]
     after = visitor.stats()
     assert after["encoded_pictures"] - before["encoded_pictures"] == 1
-    assert after["picture_hits"] == before["picture_hits"]  # the prefix is reused, vectors and all
+    assert (
+        after["picture_hits"] == before["picture_hits"]
+    )  # the prefix is reused, including the picture
     assert max(map(computed, answers[1:])) < 25
     elsewhere = [{"role": "system", "content": "You see."}, asking_about("What is it?")]
     visitor.ask(elsewhere, max_tokens=1)
@@ -152,8 +154,8 @@ def test_ten_questions_on_one_picture_encode_it_once(visitor: Visitor) -> None:
     assert visitor.encoded == after["encoded_pictures"]
 
 
-def test_exact_answers_are_those_of_a_server_that_keeps_nothing(visitor: Visitor) -> None:
-    """Bit by bit: their log probabilities are equal, too."""
+def test_exact_answers_equal_those_of_a_server_without_a_cache(visitor: Visitor) -> None:
+    """Their log probabilities are bit-identical, too."""
     messages = [
         asking(LOOK, BOTH),
         {
@@ -165,15 +167,18 @@ def test_exact_answers_are_those_of_a_server_that_keeps_nothing(visitor: Visitor
     exact = {"cache_exact": True, "logprobs": True, "max_tokens": 12}
     cold = visitor.ask(messages, **exact, cache=False)
     kept, warm = (visitor.ask(messages, **exact) for _ in range(2))
-    assert computed(warm) == computed(cold) - 128  # two canonical steps
+    assert computed(warm) == computed(cold) - 128  # two prefill chunks
     assert warm["choices"] == kept["choices"] == cold["choices"]
     again = visitor.ask(messages[:1], **exact)
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 64  # within the picture
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 64  # inside the picture
     assert again["choices"] == visitor.ask(messages[:1], **exact, cache=False)["choices"]
 
 
-def test_a_picture_may_cross_into_smaller_cells(visitor: Visitor) -> None:
-    """Its first tokens are computed in f16, the others in 8 bits; the next turn goes on from it."""
+def test_requantisation_may_happen_inside_a_picture(visitor: Visitor) -> None:
+    """The first tokens are computed in f16 and the rest in 8 bits.
+
+    The next turn continues from there.
+    """
     messages: Messages = [asking(LOOK, BOTH)]
     smaller = {"kv_bits": 8, "kv_quantization_start": 50}
     first = visitor.ask(messages, **smaller)
@@ -195,13 +200,13 @@ def test_tools_and_pictures_are_used_in_one_conversation(visitor: Visitor) -> No
     result = {"role": "tool", "tool_call_id": call["id"], "content": "Done."}
     messages += [called, result, asking(LOOK, RED_CIRCLE)]
     answer = visitor.ask(messages, tools=TOOLS, tool_choice="none", max_tokens=8)
-    assert PICTURE_TOKENS < computed(answer) < 2 * PICTURE_TOKENS  # the second picture alone
+    assert PICTURE_TOKENS < computed(answer) < 2 * PICTURE_TOKENS  # only the second picture
     again = visitor.ask(messages, tools=TOOLS, tool_choice="none", max_tokens=1)
     assert computed(again) == 1
 
 
-def test_what_a_user_writes_is_never_a_picture(visitor: Visitor) -> None:
-    """Neither mtmd's marker nor the text that stands for a picture in our own."""
+def test_text_of_a_user_never_becomes_a_picture(visitor: Visitor) -> None:
+    """Neither mtmd's marker nor our own placeholder becomes a picture."""
     written = "<__media__>[image 00]\ufdd0 What do you see?"
     plain = visitor.ask([{"role": "user", "content": written}], max_tokens=1)
     shown = visitor.ask([asking(written, RED_CIRCLE)], max_tokens=1)
@@ -218,7 +223,7 @@ def test_more_pictures_than_fit_are_refused(server: Server) -> None:
     assert "Send fewer pictures" in error["message"]
 
 
-def test_state_and_vectors_outlive_the_server(smollm2_path: Path, tmp_path: Path) -> None:
+def test_state_and_vectors_survive_a_restart(smollm2_path: Path, tmp_path: Path) -> None:
     messages: Messages = [asking(LOOK, BOTH)]
     with serving(smollm2_path, tmp_path) as first, first.client() as client:
         answer = Visitor(client).ask(messages)

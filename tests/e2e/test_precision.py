@@ -1,4 +1,4 @@
-"""KV precision on a real model: what is stored, what a crossing costs and says, and exactness."""
+"""KV quantisation on a real model: storage, requantisation, answers and exactness."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.support.server import Server, running
 from tests.support.talk import Talker
 from tests.support.tiny_mlx import write_tiny_mlx
 
-# A text whose next word is never in doubt: the best choice leads by 2.6 logits or more at each
-# precision, so that a machine's last bits decide nothing.
+# The next word of this text is never in doubt. The best token leads by at least 2.6 logits at each
+# precision, so rounding decides nothing.
 NUMBERS = "one two three four five " * 18
 START = 64
-SHARE = {8: 0.57, 4: 0.32}  # of the bytes that f16 takes
+SHARE = {8: 0.57, 4: 0.32}  # share of the bytes of f16
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def talker(smollm2_path: Path) -> Iterator[Talker]:
     built.close()
 
 
-def test_a_conversation_of_few_bits_takes_a_share_of_the_room(talker: Talker) -> None:
+def test_a_quantised_conversation_takes_less_space(talker: Talker) -> None:
     stored = {}
     for kv_bits in (None, 8, 4):
         talker.forget()
@@ -41,7 +41,7 @@ def test_a_conversation_of_few_bits_takes_a_share_of_the_room(talker: Talker) ->
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_a_conversation_that_crosses_says_what_one_recomputed_at_that_precision_says(
+def test_a_requantised_conversation_answers_like_one_computed_at_that_precision(
     talker: Talker, kv_bits: int
 ) -> None:
     whole = talker.encoder.text(NUMBERS.strip())
@@ -69,7 +69,7 @@ def test_a_conversation_that_crosses_says_what_one_recomputed_at_that_precision_
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_exact_answers_across_the_start_are_bit_identical_to_cold_ones_restart_included(
+def test_exact_answers_beyond_the_start_are_bit_identical_to_cold_ones_after_a_restart_too(
     talker: Talker, tmp_path: Path, kv_bits: int
 ) -> None:
     asked: dict[str, Any] = {"kv_bits": kv_bits, "kv_quantization_start": START, "exact": True}
@@ -99,7 +99,7 @@ ASKED: list[dict[str, Any]] = [
     {"kv_quantization_start": 10_000},
     {"kv_group_size": 32},
 ]
-CELLS = {  # bits and group size that come of it: llama.cpp has one size, whatever is asked
+CELLS = {  # resulting bits and group size; llama.cpp has only one group size
     "llama.cpp": [(8, 32), (16, None), (4, 32), (4, 32), (16, None), (8, 32)],
     "mlx": [(8, 64), (32, None), (4, 64), (4, 64), (32, None), (8, 32)],
 }
@@ -115,10 +115,10 @@ def complete(server: Server, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", list(CELLS))
-def test_a_server_answers_in_several_precisions_at_once_and_after_a_restart(
+def test_a_server_answers_in_several_precisions_concurrently_and_after_a_restart(
     tmp_path: Path, engine: str
 ) -> None:
-    """The server's own default is 8 bits after 40 tokens."""
+    """The server's default is 8 bits after 40 tokens."""
     if engine == "mlx":
         model = write_tiny_mlx(tmp_path / "wide", "llama-wide")
     else:
@@ -133,5 +133,5 @@ def test_a_server_answers_in_several_precisions_at_once_and_after_a_restart(
             assert report["reused_tokens"] >= (29 if start else 0)
         log = server.log.read_text()
         assert "KV cells have 8 bits after 40 tokens" in log
-        said.append(answers[3]["choices"][0]["text"])  # the exact one
+        said.append(answers[3]["choices"][0]["text"])  # the exact answer
     assert said[0] == said[1]

@@ -1,4 +1,4 @@
-"""The Responses API against the real server: one cache for all dialects, responses that last."""
+"""The Responses API on the real server shares one cache with all dialects and keeps responses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def http_of(server: Server) -> httpx.Client:
 
 
 def system(about: str) -> str:
-    """A long system prompt that no other test has."""
+    """A long system prompt that no other test uses."""
     return f"{about} is what you know all about. " * 20
 
 
@@ -71,11 +71,11 @@ def cached(response: dict[str, Any]) -> int:
 
 
 def known_after(response: dict[str, Any]) -> int:
-    """Tokens whose state there is after a response: the last one was only sampled."""
+    """The number of tokens with state after a response. The last token was only sampled."""
     return int(response["usage"]["total_tokens"]) - 1
 
 
-def test_a_conversation_goes_through_chat_messages_and_responses_on_the_same_blocks(
+def test_a_conversation_across_chat_messages_and_responses_uses_the_same_blocks(
     server: Server,
 ) -> None:
     words = system("harbours")
@@ -105,7 +105,7 @@ def test_a_conversation_goes_through_chat_messages_and_responses_on_the_same_blo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_previous_response_is_gone_on_from(server: Server, stream: bool) -> None:
+def test_a_previous_response_can_be_continued(server: Server, stream: bool) -> None:
     about = {"instructions": system(f"{stream} tides"), "stream": stream}
     first = ask(server, input="When?", **about)
     second = ask(server, input="And then?", previous_response_id=first["id"], **about)
@@ -118,8 +118,10 @@ def test_a_previous_response_is_gone_on_from(server: Server, stream: bool) -> No
     assert sent["usage"]["input_tokens"] == second["usage"]["input_tokens"]
 
 
-def test_responses_outlive_the_server_and_their_state(model: Path, tmp_path: Path) -> None:
-    """Killed, too: a response that has ended is on disk."""
+def test_responses_survive_a_restart_and_the_loss_of_their_state(
+    model: Path, tmp_path: Path
+) -> None:
+    """A finished response is on disk, so it survives a kill, too."""
     about = {"instructions": system("lighthouses")}
     with running(model, tmp_path) as server:
         first = ask(server, input="How high?", **about)
@@ -134,7 +136,7 @@ def test_responses_outlive_the_server_and_their_state(model: Path, tmp_path: Pat
         assert kept == [{**item, "phase": None} for item in second["output"]]
         third = ask(server, input="Really?", previous_response_id=second["id"], **about)
         assert third["usage"]["input_tokens"] > second["usage"]["total_tokens"]
-        assert cached(third) == 0  # its state is gone, and computed again
+        assert cached(third) == 0  # its state is gone and is computed again
         client.responses.delete(first["id"])
     with running(model, tmp_path) as server, client_of(server) as client:
         fourth = ask(server, input="Yes?", previous_response_id=third["id"], **about)
@@ -165,7 +167,7 @@ def test_a_stored_response_is_an_entry_of_the_cache(server: Server) -> None:
     response = ask(server, input="entries", use_kv_cache=False)
     key = response["id"]
     with http_of(server) as http:
-        assert http.get(f"/v1/cache/{key}").json()["token_count"] == 0  # no state of it was kept
+        assert http.get(f"/v1/cache/{key}").json()["token_count"] == 0  # its state was not kept
         second = ask(server, input="more", previous_response_id=key)
         assert second["status"] == "incomplete"
         entry = http.get(f"/v1/cache/{second['id']}").json()
@@ -173,7 +175,7 @@ def test_a_stored_response_is_an_entry_of_the_cache(server: Server) -> None:
         assert http.post(f"/v1/cache/{second['id']}/pin").json()["pinned"]
         assert http.delete(f"/v1/cache/{key}").status_code == httpx.codes.OK
         assert http.get(f"{PATH}/{key}").status_code == httpx.codes.NOT_FOUND
-        # What others are called is no response.
+        # Names of other entries are not responses.
         other = http.post("/v1/cache/prepare", json={"messages": [QUESTION]}).json()["cache_key"]
         for path in (f"{PATH}/{other}", f"/v1/conversations/{other}"):
             assert http.delete(path).status_code == httpx.codes.NOT_FOUND
@@ -183,7 +185,7 @@ class Count(BaseModel):
     n: bool
 
 
-def test_a_form_is_filled_in(server: Server) -> None:
+def test_a_reply_follows_a_json_schema(server: Server) -> None:
     with client_of(server) as client:
         response = client.responses.parse(
             model="tiny", input="Count.", text_format=Count, temperature=0, max_output_tokens=64
@@ -191,7 +193,7 @@ def test_a_form_is_filled_in(server: Server) -> None:
     assert isinstance(response.output_parsed, Count)
 
 
-def test_a_call_is_forced_answered_and_replayed(server: Server) -> None:
+def test_a_forced_tool_call_can_be_answered_and_replayed(server: Server) -> None:
     schema = {
         "type": "object",
         "properties": {"n": {"enum": [1, 2]}},
@@ -213,7 +215,7 @@ def test_a_call_is_forced_answered_and_replayed(server: Server) -> None:
     assert cached(second) >= first["usage"]["input_tokens"]
 
 
-def test_a_custom_tools_input_follows_its_regular_expression(server: Server) -> None:
+def test_the_input_of_a_custom_tool_follows_its_regular_expression(server: Server) -> None:
     tool = {
         "type": "custom",
         "name": "answer",
@@ -236,7 +238,7 @@ def test_a_custom_tools_input_follows_its_regular_expression(server: Server) -> 
     assert len(digits) == 2
 
 
-def test_a_prompt_is_warmed_and_compared(server: Server) -> None:
+def test_a_prompt_can_be_prepared_and_validated(server: Server) -> None:
     words = system("anchors")
     warm = ask(server, instructions=words, input=[], prompt_cache_options={"prewarm": True})
     assert warm["output"] == []
@@ -253,7 +255,7 @@ def test_a_prompt_is_warmed_and_compared(server: Server) -> None:
     assert strange["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
 
-def test_tokens_are_counted_as_a_response_counts_them(server: Server) -> None:
+def test_input_token_counts_agree_with_the_usage_of_a_response(server: Server) -> None:
     asked: dict[str, Any] = {"input": "hello", "instructions": "Be brief."}
     first = ask(server, **asked)
     asked = {"input": "again", "previous_response_id": first["id"]}
@@ -263,18 +265,18 @@ def test_tokens_are_counted_as_a_response_counts_them(server: Server) -> None:
     assert counted["input_tokens"] == second["usage"]["input_tokens"]
 
 
-def test_a_prompt_that_is_too_long_fails_in_a_stream_as_a_response(server: Server) -> None:
+def test_a_prompt_that_is_too_long_ends_a_stream_with_a_failed_response(server: Server) -> None:
     failed = ask(server, input="x" * 9000, stream=True)
     assert failed["status"] == "failed"
     assert failed["error"]["code"] == "context_length_exceeded"
 
 
-def test_empty_input_is_no_400(server: Server) -> None:
-    """Codex asks so whether LM Studio's models answer."""
+def test_empty_input_is_accepted(server: Server) -> None:
+    """Codex sends this to find out whether the models of LM Studio answer."""
     assert ask(server, input="", max_output_tokens=1)["status"] == "incomplete"
 
 
-def test_a_conversation_that_is_too_long_is_cut_at_the_same_place_for_some_turns(
+def test_truncation_keeps_its_position_for_several_turns(
     server: Server,
 ) -> None:
     about = {"instructions": "Be brief.", "truncation": "auto"}
@@ -286,6 +288,6 @@ def test_a_conversation_that_is_too_long_is_cut_at_the_same_place_for_some_turns
     assert cached(second) == known_after(first)
     with http_of(server) as http:
         items = http.get(f"{PATH}/{second['id']}/input_items?limit=100").json()["data"]
-    assert len(items) == len(history) + 2  # all of it is stored
+    assert len(items) == len(history) + 2  # the whole conversation is stored
     whole = {**about, "truncation": "disabled", "input": history, "stream": True}
     assert ask(server, **whole)["error"]["code"] == "context_length_exceeded"

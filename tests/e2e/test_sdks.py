@@ -1,4 +1,4 @@
-"""Suites of SDKs, each in a process of its own: LangChain's standard tests, and LiteLLM."""
+"""The suites of SDKs pass, each in its own process: LangChain's standard tests and LiteLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OFFLINE = {
 
 
 @pytest.mark.parametrize("suite", ["langchain_standard.py", "litellm_calls.py"])
-def test_the_suite_passes(suite: str, tmp_path: Path) -> None:
+def test_the_suite_of_an_sdk_passes(suite: str, tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
     options = [f"--rootdir={ROOT}", f"--junitxml={report}", "--tb=short"]
     status, shown = _run(
@@ -37,7 +37,7 @@ def test_the_suite_passes(suite: str, tmp_path: Path) -> None:
 
 
 def _run(command: list[Any]) -> tuple[int, str]:
-    """How it ended, and what it wrote; with it end the servers that it started."""
+    """Run a suite, end the servers that it started, and return its exit status and output."""
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -56,5 +56,5 @@ def _run(command: list[Any]) -> tuple[int, str]:
 
 
 def _without_pytest(environment: Mapping[str, str]) -> dict[str, str]:
-    """What is meant for this run of pytest is not meant for the other."""
+    """The environment without the variables of this pytest run."""
     return {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}

@@ -1,4 +1,4 @@
-"""Exactness on a real model whose quantised activations turn last bits into visible differences."""
+"""Exactness on a real model, whose quantised activations make rounding visible."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.support.talk import Answered, Talker
 
 CONVERSATIONS = rounds(4, 30)
 REPLY_TOKENS = 6
-# Last bits move a logit of this model by 0.4 to 0.9 (SmolLM2 Q4_1 on a CPU): a choice closer than
-# that may fall the other way when state was computed in other company.
+# Rounding changes a logit of this model by 0.4 to 0.9 (SmolLM2 Q4_1 on a CPU). A closer choice may
+# change when the state was computed in another batch.
 CLOSE_CALL = 0.9
 
 INSTRUCTIONS = (
@@ -47,7 +47,7 @@ def talker(smollm2_path: Path) -> Iterator[Talker]:
 
 
 def conversation(seed: int) -> list[dict[str, str]]:
-    """A system prompt and the user's messages, 2 to 5 of them."""
+    """A system prompt and two to five user messages."""
     choose = random.Random(seed)
     users = [choose.choice(QUESTIONS).format(choose.choice(TOPICS)) for _ in range(2 + seed % 4)]
     return [
@@ -66,7 +66,7 @@ def play(talker: Talker, seed: int, *, exact: bool) -> list[tuple[Prompt, Answer
         answered = talker.answer(prompt, exact=exact, max_tokens=REPLY_TOKENS)
         turns.append((prompt, answered))
         messages.append({"role": "assistant", "content": answered.reply.text})
-        if (seed + number) % 3 == 0:  # now and then everything leaves the pool for RAM
+        if (seed + number) % 3 == 0:  # sometimes everything is offloaded from the pool to RAM
             talker.harness.offload()
             talker.harness.kv.make_room(talker.engine.capabilities.pool_tokens)
     return turns
@@ -74,7 +74,7 @@ def play(talker: Talker, seed: int, *, exact: bool) -> list[tuple[Prompt, Answer
 
 @dataclass
 class ColdAnswers:
-    """Cold answers by prompt, computed once for the module: both modes compare with them."""
+    """Cold answers by prompt, computed once for this module. Both modes are compared with them."""
 
     talker: Talker
 
@@ -109,10 +109,10 @@ def test_exact_mode_is_bit_identical_over_many_conversations(
 
 
 @pytest.mark.long
-def test_default_mode_gives_the_cold_text_but_for_counted_close_calls(
+def test_default_mode_gives_the_cold_text_except_for_a_few_close_calls(
     talker: Talker, cold: ColdAnswers
 ) -> None:
-    """Where the text differs, the cold run itself was nearly undecided at that very token."""
+    """Where the text differs, the cold run was nearly undecided at that token."""
     talker.forget()
     played = [turn for seed in range(CONVERSATIONS) for turn in play(talker, seed, exact=False)]
     margins = []
@@ -126,7 +126,7 @@ def test_default_mode_gives_the_cold_text_but_for_counted_close_calls(
 
 
 def margin(cold: Answered, warm: Answered) -> float:
-    """How far apart the two best choices were in the cold run where the answers part."""
+    """The difference between the two best logits of the cold run where the answers diverge."""
     at = next(
         (
             number

@@ -1,4 +1,4 @@
-"""`rekindle cache export` and `import` on a real server, with mlx_lm at the other end."""
+"""`rekindle cache export` and `import` exchange state between a real server and mlx_lm."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cache(server: Server, *words: str | Path, key: str = "alice") -> Result:
     return CliRunner().invoke(cli.app, ["cache", *map(str, words), *where])
 
 
-def test_mlx_lm_goes_on_from_what_a_server_exported(
+def test_mlx_lm_continues_from_state_that_a_server_exported(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
     import mlx.core as mx
@@ -69,7 +69,7 @@ def test_mlx_lm_goes_on_from_what_a_server_exported(
     assert mx.allclose(alone, resumed, rtol=1e-3, atol=1e-3).item()
 
 
-def test_a_server_goes_on_from_what_mlx_lm_saved(
+def test_a_server_continues_from_state_that_mlx_lm_saved(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
     import mlx.core as mx
@@ -95,7 +95,7 @@ def test_a_server_goes_on_from_what_mlx_lm_saved(
     assert warm["choices"][0]["text"] == cold["choices"][0]["text"]
 
 
-def test_the_prompt_of_mlx_lms_cache_prompt_names_its_tokens(
+def test_the_prompt_of_cache_prompt_gives_the_tokens_of_a_file(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
     import mlx.core as mx
@@ -106,7 +106,7 @@ def test_the_prompt_of_mlx_lms_cache_prompt_names_its_tokens(
     text = "The sea is wide and the sun is low."
     messages = [{"role": "user", "content": text}]
     rendered = jinja2.Template(TEMPLATE).render(messages=messages, add_generation_prompt=False)
-    rendered = rendered[: rendered.index(text) + len(text)]  # it is to be continued
+    rendered = rendered[: rendered.index(text) + len(text)]  # the text will be continued
     prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(rendered).ids
     model, _ = load_model(folder)
     caches = make_prompt_cache(model)
@@ -127,7 +127,7 @@ def test_the_prompt_of_mlx_lms_cache_prompt_names_its_tokens(
     assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 2
 
 
-def test_nobody_exports_what_is_anothers(server: Server, tmp_path: Path) -> None:
+def test_a_tenant_cannot_export_state_of_another(server: Server, tmp_path: Path) -> None:
     first = complete(server, PROMPT[:40], return_cache_key=True)
     key = first["x_cache"]["new_cache_key"]
     with server.client() as client:

@@ -1,4 +1,4 @@
-"""What a reply has to be, asked for in every dialect, of a model that would write anything."""
+"""A reply follows the requested format in every dialect, although the model writes nonsense."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chat.grammar.test_trial import HANGS, OVERFLOWS
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
 
-BOUND_S = 60.0  # a grammar has two seconds; the machine may be busy
+BOUND_S = 60.0  # a grammar has two seconds; allow for a busy machine
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -32,7 +32,7 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 def ask(client: httpx.Client, path: str, **fields: Any) -> httpx.Response:
-    """As wild as can be, and the same each time."""
+    """Ask at a high temperature with a fixed seed."""
     given = (
         {"prompt": "Say"} if path == TEXT else {"messages": [{"role": "user", "content": "Say"}]}
     )
@@ -68,10 +68,10 @@ NUMBERS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("fields", NUMBERS, ids=json.dumps)
-def test_a_reply_is_what_was_asked_for(
+def test_a_reply_follows_the_requested_format(
     client: httpx.Client, path: str, fields: dict[str, Any]
 ) -> None:
-    if "pair" in str(fields):  # of any length: cut short, it is digits all the same
+    if "pair" in str(fields):  # any length; a truncated reply still consists of digits
         [choice] = ask(client, path, **fields).json()["choices"]
         assert (choice["text"] if path == TEXT else choice["message"]["content"]).isdigit()
         return
@@ -105,7 +105,7 @@ COSTLY: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def test_costly_grammars_are_answered_in_time_and_hold_up_nobody(server: Server) -> None:
+def test_expensive_grammars_are_answered_in_time_and_delay_nobody(server: Server) -> None:
     served, over = 0, threading.Event()
 
     def others() -> None:

@@ -1,4 +1,4 @@
-"""Several people on one server: nobody sees, uses or removes what another has."""
+"""Tenants of one server cannot see, use or remove the state of others."""
 
 from __future__ import annotations
 
@@ -103,8 +103,6 @@ def keys_of(client: httpx.Client) -> set[str]:
     return {each["cache_key"] for each in client.get("/v1/cache").json()["entries"]}
 
 
-# -- what a stranger learns ----------------------------------------------------------------------
-
 Ask = Callable[[httpx.Client, list[Json], Json], httpx.Response]
 
 
@@ -149,7 +147,7 @@ def remove_session(client: httpx.Client, _messages: list[Json], names: Json) -> 
     return client.post(f"{SESSIONS}/remove_cache", json={"session_id": names["session_id"]})
 
 
-# Those that give a name to something come last.
+# Requests that create a name come last.
 WAYS: tuple[Ask, ...] = (
     validate,
     show,
@@ -164,8 +162,8 @@ WAYS: tuple[Ask, ...] = (
 
 
 def likeness(answer: httpx.Response) -> tuple[int, Json]:
-    """An answer without what differs between any two: ids, times, the reply, and whether state is
-    still in place, which depends on what others compute meanwhile."""
+    """An answer without the parts that always differ: ids, times, the reply, and whether state is
+    still in the engine, which depends on other turns."""
     body = answer.json()
     body.get("x_cache", {}).pop("tier", None)
     for name in ("id", "created", "choices", "timings"):
@@ -175,10 +173,10 @@ def likeness(answer: httpx.Response) -> tuple[int, Json]:
     return answer.status_code, body
 
 
-def test_a_stolen_name_is_answered_as_a_made_up_one(
+def test_a_stolen_name_is_answered_like_an_invented_one(
     anna: httpx.Client, bert: httpx.Client, carl: httpx.Client
 ) -> None:
-    """Bert has Anna's names, Carl made his up; otherwise they do the same."""
+    """Bert uses Anna's names, and Carl uses invented ones. Otherwise they do the same."""
     messages = conversation("What did I say about the will?")
     first = chat(anna, messages, session_id="anna's", return_cache_key=True, use_kv_cache=True)
     messages.append(first["choices"][0]["message"])
@@ -203,7 +201,7 @@ def test_a_stolen_name_is_answered_as_a_made_up_one(
     assert again["x_cache"]["cache_key"] == stolen["cache_key"]
 
 
-def test_the_same_prompt_prepared_by_two_has_two_keys(
+def test_the_same_prompt_prepared_by_two_tenants_has_two_keys(
     anna: httpx.Client, bert: httpx.Client
 ) -> None:
     body = {"messages": conversation("Prepared by both.")}
@@ -212,7 +210,7 @@ def test_the_same_prompt_prepared_by_two_has_two_keys(
     assert mine == his
 
 
-def test_lists_and_statistics_are_of_one_tenant_and_the_admins_of_all(
+def test_lists_and_statistics_cover_one_tenant_or_all_for_an_admin(
     anna: httpx.Client, bert: httpx.Client, root: httpx.Client
 ) -> None:
     keys = []
@@ -237,10 +235,9 @@ def test_lists_and_statistics_are_of_one_tenant_and_the_admins_of_all(
     assert keys[1] not in keys_of(bert)
 
 
-# -- keys that come and go -----------------------------------------------------------------------
-
-
-def test_a_key_works_soon_after_it_is_written_down_and_no_longer_than_that(shared: Shared) -> None:
+def test_a_key_works_soon_after_it_is_added_to_the_file_and_until_it_is_removed(
+    shared: Shared,
+) -> None:
     before = shared.keys.read_text()
     key = auth.new_key()
     with shared.client(key) as client:
@@ -254,10 +251,7 @@ def test_a_key_works_soon_after_it_is_written_down_and_no_longer_than_that(share
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
 
 
-# -- what is common ------------------------------------------------------------------------------
-
-
-def test_a_shared_project_is_warm_for_everybody_and_nobodys_to_remove(
+def test_a_shared_project_is_warm_for_all_tenants_and_none_can_remove_it(
     anna: httpx.Client, bert: httpx.Client, root: httpx.Client
 ) -> None:
     [project] = [each for each in root.get("/v1/cache").json()["entries"] if each["pinned"]]
@@ -272,10 +266,7 @@ def test_a_shared_project_is_warm_for_everybody_and_nobodys_to_remove(
         assert gone.status_code == httpx.codes.NOT_FOUND
 
 
-# -- what is told to nobody ----------------------------------------------------------------------
-
-
-def test_prompts_names_and_keys_are_in_no_log_metric_or_file_name(
+def test_logs_metrics_and_file_names_contain_no_prompts_names_or_keys(
     shared: Shared, anna: httpx.Client, root: httpx.Client
 ) -> None:
     canary = "canary-5b1e77"
@@ -299,15 +290,12 @@ def test_prompts_names_and_keys_are_in_no_log_metric_or_file_name(
             assert secret not in place
 
 
-# -- the command line ----------------------------------------------------------------------------
-
-
 def run_cache(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rekindle.cli.main", "cache", *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_the_cache_commands_tell_what_the_server_tells_and_leave_a_clean_folder(
+def test_the_cache_commands_agree_with_the_server_and_leave_a_clean_folder(
     tmp_path: Path,
 ) -> None:
     model = write_llama(tmp_path / "tiny.gguf")

@@ -1,4 +1,4 @@
-"""Tokens of texts and conversations, asked in llama.cpp's and in vLLM's words."""
+"""Texts and conversations can be tokenised with llama.cpp's and with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def text_of(client: httpx.Client, tokens: list[int]) -> str:
     return str(answer["content"])
 
 
-def test_a_text_is_its_tokens_and_the_tokens_are_the_text(client: httpx.Client) -> None:
+def test_tokenising_and_detokenising_returns_the_text(client: httpx.Client) -> None:
     for path in ("/tokenize", "/v1/tokenize"):
         answer = ask(client, {"content": "the naïve cat"}, path)
         assert answer["count"] == len(answer["tokens"]) == 13  # `th` is one token, `ï` two
@@ -45,7 +45,7 @@ def test_a_text_is_its_tokens_and_the_tokens_are_the_text(client: httpx.Client) 
     assert text_of(client, answer["tokens"]) == "the naïve cat"
 
 
-def test_the_text_of_a_control_token_is_that_token_unless_asked_otherwise(
+def test_the_text_of_a_control_token_becomes_that_token_by_default(
     client: httpx.Client,
 ) -> None:
     [end] = ask(client, {"content": "<|end|>"})["tokens"]
@@ -54,7 +54,7 @@ def test_the_text_of_a_control_token_is_that_token_unless_asked_otherwise(
     assert text_of(client, [end]) == "<|end|>"
 
 
-def test_pieces_come_as_llama_cpp_or_as_vllm_gives_them(client: httpx.Client) -> None:
+def test_pieces_have_the_format_of_llama_cpp_or_vllm(client: httpx.Client) -> None:
     with_pieces = ask(client, {"content": "thï", "with_pieces": True})["tokens"]
     assert [each["piece"] for each in with_pieces] == ["th", [0xC3], [0xAF]]
     answer = ask(client, {"prompt": "tha", "return_token_strs": True})
@@ -62,13 +62,13 @@ def test_pieces_come_as_llama_cpp_or_as_vllm_gives_them(client: httpx.Client) ->
     assert len(answer["tokens"]) == 2
 
 
-def test_a_conversation_is_what_chat_would_read(client: httpx.Client) -> None:
+def test_a_conversation_is_tokenised_like_a_chat_request(client: httpx.Client) -> None:
     answer = ask(client, {"messages": MESSAGES})
     assert text_of(client, answer["tokens"]) == (
         "<|turn|>user\nhi <|end|><|end|>\n<|turn|>assistant\n"
     )
     end = CONTROL.index("<|end|>")
-    assert answer["tokens"].count(end) == 1  # the template's: a user writes text
+    assert answer["tokens"].count(end) == 1  # from the template; a user's text has none
     chat = {"messages": MESSAGES, "max_tokens": 1}
     usage = ask(client, chat, "/v1/chat/completions")["usage"]
     assert usage["prompt_tokens"] == answer["count"]
@@ -77,7 +77,7 @@ def test_a_conversation_is_what_chat_would_read(client: httpx.Client) -> None:
     assert "add_generation_prompt" in TEMPLATE
 
 
-def test_a_conversation_is_rendered_as_llama_cpps_server_does_it(client: httpx.Client) -> None:
+def test_apply_template_renders_a_conversation_like_llama_cpp(client: httpx.Client) -> None:
     for path in ("/apply-template", "/v1/apply-template"):
         assert ask(client, {"messages": MESSAGES}, path) == {
             "prompt": "<|turn|>user\nhi <|end|><|end|>\n<|turn|>assistant\n"
@@ -88,7 +88,7 @@ def test_a_conversation_is_rendered_as_llama_cpps_server_does_it(client: httpx.C
     assert model["meta"]["n_vocab"] > len(CONTROL)
 
 
-def test_an_embedding_models_tokens_have_what_it_wants_around_them(client: httpx.Client) -> None:
+def test_tokens_for_an_embedding_model_include_its_special_tokens(client: httpx.Client) -> None:
     bare = ask(client, {"model": "bert", "content": "the cat"})["tokens"]
     assert ask(client, {"model": "bert", "prompt": "the cat"})["tokens"] == [CLS, *bare, SEP]
     plain = {"model": "bert", "prompt": "the cat", "add_special_tokens": False}
@@ -124,7 +124,9 @@ def test_an_embedding_models_tokens_have_what_it_wants_around_them(client: httpx
         ("/apply-template", {}, "`messages` is missing"),
     ],
 )
-def test_what_is_wrong_is_named(client: httpx.Client, path: str, body: Any, message: str) -> None:
+def test_errors_name_the_wrong_field(
+    client: httpx.Client, path: str, body: Any, message: str
+) -> None:
     answer = client.post(path, json=body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]

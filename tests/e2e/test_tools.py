@@ -1,4 +1,4 @@
-"""Agents against the real server: tool loops, forms, and what they cost."""
+"""Agents on the real server: tool loops, structured replies and their cost."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def cached(answer: ChatCompletion) -> int:
 
 
 def held(answer: ChatCompletion) -> int:
-    """What the server has computed by the end of an answer that the model ended: all of it."""
+    """The tokens with state after a reply that the model ended, which are all of them."""
     assert answer.usage is not None
     return answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
 def work(client: openai.OpenAI, history: list[Any]) -> ChatCompletion:
-    """One step, which has to be one call."""
+    """One step, which must be exactly one call."""
     return client.chat.completions.create(
         model="default",
         messages=history,
@@ -89,7 +89,7 @@ def work(client: openai.OpenAI, history: list[Any]) -> ChatCompletion:
 
 
 def go_on(history: list[Any], answer: ChatCompletion, step: int) -> None:
-    """Send the call back as a client does that parsed it: other spacing, other key order."""
+    """Send the call back like a client that parsed it, with other spacing and key order."""
     [call] = answer.choices[0].message.tool_calls or []
     assert call.type == "function"
     arguments = json.loads(call.function.arguments)
@@ -105,7 +105,7 @@ def go_on(history: list[Any], answer: ChatCompletion, step: int) -> None:
     )
 
 
-def test_each_of_twelve_forced_steps_computes_its_new_message_alone(client: openai.OpenAI) -> None:
+def test_each_of_twelve_forced_steps_computes_only_its_new_message(client: openai.OpenAI) -> None:
     history: list[Any] = [{"role": "user", "content": "Clean the house."}]
     before: ChatCompletion | None = None
     for step in range(STEPS):
@@ -119,7 +119,7 @@ def test_each_of_twelve_forced_steps_computes_its_new_message_alone(client: open
         before = answer
 
 
-def test_a_tool_loop_goes_on_after_a_restart(smollm2_path: Path, tmp_path: Path) -> None:
+def test_a_tool_loop_continues_after_a_restart(smollm2_path: Path, tmp_path: Path) -> None:
     history: list[Any] = [{"role": "user", "content": "Clean the attic, and say how it went."}]
     with running(smollm2_path, tmp_path) as server:
         first = work(client_of(server), history)
@@ -129,7 +129,7 @@ def test_a_tool_loop_goes_on_after_a_restart(smollm2_path: Path, tmp_path: Path)
     assert cached(second) == held(first)
 
 
-def test_a_form_comes_parsed(client: openai.OpenAI) -> None:
+def test_a_structured_reply_is_parsed_by_the_client(client: openai.OpenAI) -> None:
     asked: list[Any] = [{"role": "user", "content": "Which animal says miaow?"}]
     options: Any = {"model": "default", "temperature": 0, "max_tokens": 40, **EXACT}
     answer = client.chat.completions.parse(messages=asked, response_format=Form, **options)
@@ -139,7 +139,7 @@ def test_a_form_comes_parsed(client: openai.OpenAI) -> None:
     assert final.choices[0].message.parsed == answer.choices[0].message.parsed
 
 
-def test_calls_come_parsed_and_streamed(client: openai.OpenAI) -> None:
+def test_tool_calls_arrive_parsed_and_streamed(client: openai.OpenAI) -> None:
     class Feed(BaseModel):
         animal: Literal["cat", "dog"]
 
@@ -178,7 +178,7 @@ def lookup(word: Literal["tide", "moon"]) -> str:
 def calling_twice(
     request: ModelRequest[Any], handler: Callable[[ModelRequest[Any]], ModelResponse[Any]]
 ) -> ModelResponse[Any]:
-    """A small model does not know when to stop: two calls, then an answer."""
+    """Make two calls and then an answer, because a small model does not know when to stop."""
     calls = sum(isinstance(message, ToolMessage) for message in request.messages)
     choice = "any" if calls < 2 else "none"
     one = {"parallel_tool_calls": False}
@@ -204,7 +204,7 @@ def test_a_langchain_agent_computes_each_token_once(server: Server) -> None:
 
 
 @pytest.mark.parametrize("write", [write_lfm2, write_mamba])
-def test_a_model_whose_state_cannot_be_cut_goes_on_after_a_restart(
+def test_a_model_whose_state_cannot_be_truncated_continues_after_a_restart(
     write: Any, tmp_path: Path
 ) -> None:
     path = write(tmp_path / "tiny.gguf")
@@ -226,6 +226,6 @@ def test_a_model_whose_state_cannot_be_cut_goes_on_after_a_restart(
         second = ask(messages=history, **options)
         cold = ask(messages=history, extra_body={"use_kv_cache": False}, **options)
     assert first.usage is not None
-    assert cached(second) >= first.usage.prompt_tokens - 64  # a checkpoint every block at most
+    assert cached(second) >= first.usage.prompt_tokens - 64  # at most one checkpoint per block
     assert cached(cold) == 0
     assert second.choices[0].message.content == cold.choices[0].message.content

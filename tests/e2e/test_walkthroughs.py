@@ -1,4 +1,5 @@
-"""Cache keys and numbered sessions as their guides have them: their requests, their client code."""
+"""Cache keys and numbered sessions work as in their guides, with the same requests and client
+code."""
 
 from __future__ import annotations
 
@@ -25,10 +26,13 @@ TOOLS = [{"type": "function", "function": {"name": "get_price", "parameters": {}
 OTHER_TOOLS = [{"type": "function", "function": {"name": "get_news", "parameters": {}}}]
 SESSIONS = "/v1/internal/model/kv_cache"
 LAYERS, BLOCK_TOKENS = 2, 64
-VALUE_BYTES = {"llama.cpp": 2, "mlx": 4}  # of a key or value: MLX keeps the weights' precision
+VALUE_BYTES = {
+    "llama.cpp": 2,
+    "mlx": 4,
+}  # bytes per key or value; MLX keeps the precision of the weights
 TOKEN_VALUES = LAYERS * 2 * tiny.KV_HEADS * tiny.HEAD_WIDTH
 SHOWN_TOOLS = "{% if tools %}<|turn|>tools\n{{ tools | tojson }}<|end|>\n{% endif %}"
-SETTINGS = "max_tokens: 12\ntemperature: 0\n"  # the guide's requests leave these to the server
+SETTINGS = "max_tokens: 12\ntemperature: 0\n"  # the guide's requests do not set these
 STATS = {"total_entries", "by_tier", "ram_bytes", "total_hits", "total_misses", "hit_rate",
          "pinned_entries", "disk_bytes", "total_partial_hits", "unique_bytes", "logical_bytes",
          "evictions"}  # fmt: skip
@@ -40,13 +44,13 @@ ENTRY = {"cache_key", "model", "segments", "token_count", "tier", "size_bytes", 
 
 @pytest.fixture(scope="module")
 def keys() -> list[str]:
-    """Each names a tenant that has nothing cached."""
+    """API keys of tenants without any cached state."""
     return [auth.new_key() for _ in range(60)]
 
 
 @pytest.fixture(scope="module", params=list(VALUE_BYTES))
 def engine(request: pytest.FixtureRequest) -> str:
-    """Of the model that most of the requests are for."""
+    """The engine of the model that most requests use."""
     return str(request.param)
 
 
@@ -54,7 +58,7 @@ def engine(request: pytest.FixtureRequest) -> str:
 def server(
     engine: str, keys: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Two models: one whose template ignores tools, one whose template shows them."""
+    """Two models: the template of one ignores tools, and the template of the other shows them."""
     folder = tmp_path_factory.mktemp("walkthroughs")
     if engine == "mlx":
         plain = write_tiny_mlx(folder / "tiny")
@@ -75,7 +79,7 @@ def server(
 
 @pytest.fixture
 def api_key(keys: list[str]) -> str:
-    """Of a tenant of the test's own, whose first turn is a cold one."""
+    """The API key of a new tenant, whose first turn is cold."""
     return keys.pop()
 
 
@@ -112,14 +116,14 @@ def said(answer: Json) -> Json:
 
 
 def conversation(client: httpx.Client) -> tuple[list[Json], str]:
-    """Two turns and the key of the second."""
+    """Two turns, and the key of the second."""
     messages = [SYSTEM, RISKS]
     messages += [said(chat(client, messages)), NVDA]
     last = chat(client, messages, return_cache_key=True)
     return [*messages, said(last)], last["x_cache"]["new_cache_key"]
 
 
-def test_a_streamed_turn_gives_a_key_and_the_next_computes_only_its_message(
+def test_a_streamed_turn_returns_a_key_and_the_next_turn_computes_only_its_message(
     client: httpx.Client,
 ) -> None:
     r1 = client.post(
@@ -152,7 +156,7 @@ def test_a_streamed_turn_gives_a_key_and_the_next_computes_only_its_message(
     assert len({cache_key_1, report["new_cache_key"], None}) == 3
 
 
-def test_the_event_stands_just_before_the_end_and_only_where_a_cache_field_was_sent(
+def test_the_cache_event_comes_last_and_only_if_a_cache_field_was_sent(
     client: httpx.Client,
 ) -> None:
     body = {"model": "tiny", "messages": [SYSTEM, RISKS], "stream": True}
@@ -165,7 +169,7 @@ def test_the_event_stands_just_before_the_end_and_only_where_a_cache_field_was_s
     assert json.loads(event.partition("data: ")[2])["reason"] == "cache_key_not_found"
 
 
-def test_a_prepared_prompt_costs_the_first_user_message_nothing(client: httpx.Client) -> None:
+def test_a_prepared_prompt_is_not_computed_for_the_first_user_message(client: httpx.Client) -> None:
     prepared = post(client, "/v1/cache/prepare", model="tiny", messages=[SYSTEM], tools=TOOLS,
                     warm=True, pinned=True)  # fmt: skip
     assert [segment["type"] for segment in prepared["segments"]] == ["system", "tools"]
@@ -173,7 +177,7 @@ def test_a_prepared_prompt_costs_the_first_user_message_nothing(client: httpx.Cl
     key = prepared["cache_key"]
     value = {"role": "user", "content": "What's our portfolio value?"}
     told = {"cache_key": key, "return_cache_key": True}
-    without = chat(client, [SYSTEM, value], **told)["x_cache"]  # another prompt, and it says so
+    without = chat(client, [SYSTEM, value], **told)["x_cache"]  # another prompt, which is reported
     assert (without["status"], without["reason"]) == ("miss", "tools_changed")  # tools come first
     r = chat(client, [SYSTEM, value], tools=TOOLS, **told)
     assert (r["x_cache"]["status"], r["x_cache"]["cache_key"]) == ("hit", key)
@@ -184,7 +188,7 @@ def test_a_prepared_prompt_costs_the_first_user_message_nothing(client: httpx.Cl
     assert again["cache_key"] == key
 
 
-def test_two_agents_take_turns_and_neither_is_computed_again(client: httpx.Client) -> None:
+def test_two_agents_take_turns_without_computing_again(client: httpx.Client) -> None:
     systems = [SYSTEM, {"role": "system", "content": "You are a code assistant..."}]
     prepared = [
         post(client, "/v1/cache/prepare", model="tiny", messages=[system], pinned=True)
@@ -197,7 +201,7 @@ def test_two_agents_take_turns_and_neither_is_computed_again(client: httpx.Clien
             assert r["x_cache"]["reused_tokens"] >= agent["token_count"]
 
 
-def test_the_openai_client_passes_the_fields_on_and_reads_the_event(sdk: openai.OpenAI) -> None:
+def test_the_openai_client_sends_the_fields_and_reads_the_event(sdk: openai.OpenAI) -> None:
     options: Any = {"model": "tiny", "messages": [SYSTEM, RISKS]}
     extra = {"cache_key": "abc123", "return_cache_key": True}
     stream = sdk.chat.completions.create(stream=True, extra_body=extra, **options)
@@ -218,7 +222,7 @@ def test_the_openai_client_passes_the_fields_on_and_reads_the_event(sdk: openai.
     assert report["new_cache_key"] == extra["cache_key"], "an equal head is the same entry"
 
 
-def test_a_model_that_is_not_served_is_unknown_everywhere(client: httpx.Client) -> None:
+def test_an_unknown_model_is_refused_everywhere(client: httpx.Client) -> None:
     body = {"model": "Qwen/Qwen3-8B-GGUF", "messages": [SYSTEM, RISKS], "cache_key": "abc123"}
     for path in ("/v1/chat/completions", "/v1/cache/prepare", "/v1/cache/validate"):
         answer = client.post(path, json=body)
@@ -226,13 +230,13 @@ def test_a_model_that_is_not_served_is_unknown_everywhere(client: httpx.Client) 
         assert answer.json()["error"]["code"] == "model_not_found"
 
 
-def test_a_key_of_another_model_is_a_mismatch(client: httpx.Client) -> None:
+def test_a_key_of_another_model_is_reported_as_a_mismatch(client: httpx.Client) -> None:
     _, key = conversation(client)
     r = chat(client, [SYSTEM, RISKS], model="showing", cache_key=key)
     assert (r["x_cache"]["status"], r["x_cache"]["reason"]) == ("miss", "model_mismatch")
 
 
-def test_an_appended_turn_hits_and_edits_are_named_for_what_they_are(client: httpx.Client) -> None:
+def test_an_appended_turn_hits_and_the_report_names_each_edit(client: httpx.Client) -> None:
     messages, key = conversation(client)
     more = chat(client, [*messages, RISKS], cache_key=key)["x_cache"]
     assert (more["status"], more["reason"], more.get("diverged_at")) == ("hit", "full_match", None)
@@ -250,18 +254,23 @@ def test_an_appended_turn_hits_and_edits_are_named_for_what_they_are(client: htt
     other = chat(client, [system, *messages[1:], RISKS], cache_key=key)["x_cache"]
     assert other["reason"] == "system_changed"
     assert other["diverged_at"]["message"] == 0
-    assert other["reused_tokens"] < len(SYSTEM["content"])  # a token a byte: none of the prompt
+    assert other["reused_tokens"] < len(SYSTEM["content"])  # one token per byte, none of the prompt
 
 
 def standing(client: httpx.Client, key: str) -> Json:
-    """All that using an entry would change; expiry to the millisecond, as it is told from now."""
+    """Everything that using an entry would change.
+
+    Expiry is rounded to milliseconds, because it is relative.
+    """
     entry, stats = (client.get(f"/v1/cache/{each}").json() for each in (key, "stats"))
     counted = {name: stats[name] for name in stats if name.startswith("total_")}
     used = {name: entry[name] for name in ("hit_count", "last_used", "ttl", "pinned", "names")}
     return {**counted, **used, "expires_at": pytest.approx(entry["expires_at"], abs=0.01)}
 
 
-def test_validate_tells_what_a_request_would_get_and_changes_nothing(client: httpx.Client) -> None:
+def test_validate_predicts_the_result_of_a_request_and_changes_nothing(
+    client: httpx.Client,
+) -> None:
     messages, key = conversation(client)
     before = standing(client, key)
     question: Json = {"model": "tiny", "cache_key": key, "messages": [*messages, RISKS]}
@@ -278,8 +287,8 @@ def test_validate_tells_what_a_request_would_get_and_changes_nothing(client: htt
     assert used["reused_tokens"] == told["reusable_tokens"]
 
 
-def test_changed_tools_are_a_change_whoever_tells_the_model_of_them(client: httpx.Client) -> None:
-    """The template does, or we do in its place."""
+def test_changed_tools_are_reported_with_any_template(client: httpx.Client) -> None:
+    """The template describes the tools, or we do."""
     for model in ("showing", "tiny"):
         body: Json = {"model": model, "messages": [SYSTEM]}
         prepared = post(client, "/v1/cache/prepare", **body, tools=TOOLS)
@@ -291,7 +300,7 @@ def test_changed_tools_are_a_change_whoever_tells_the_model_of_them(client: http
         assert (other["reason"], other["invalidated_at"]) == ("tools_changed", "tools")
 
 
-def test_the_order_of_tools_is_no_change_of_their_segment(client: httpx.Client) -> None:
+def test_reordering_tools_does_not_change_their_segment(client: httpx.Client) -> None:
     hashes = []
     for tools in ([*TOOLS, *OTHER_TOOLS], [*OTHER_TOOLS, *TOOLS]):
         body: Json = {"model": "tiny", "messages": [SYSTEM], "tools": tools, "warm": False}
@@ -299,7 +308,7 @@ def test_the_order_of_tools_is_no_change_of_their_segment(client: httpx.Client) 
     assert hashes[0] == hashes[1]
 
 
-def test_the_list_and_the_statistics_tell_all_that_is_documented(client: httpx.Client) -> None:
+def test_the_list_and_the_statistics_have_all_documented_fields(client: httpx.Client) -> None:
     messages, key = conversation(client)
     chat(client, [*messages, RISKS], cache_key=key)
     chat(client, [SYSTEM, RISKS], cache_key="abc123")
@@ -324,7 +333,7 @@ def test_the_list_and_the_statistics_tell_all_that_is_documented(client: httpx.C
     )
 
 
-def test_a_deleted_key_is_gone_and_its_state_with_it(client: httpx.Client) -> None:
+def test_deleting_a_key_deletes_its_state(client: httpx.Client) -> None:
     key = chat(client, [SYSTEM, RISKS], return_cache_key=True)["x_cache"]["new_cache_key"]
     gone = client.delete(f"/v1/cache/{key}")
     assert (gone.status_code, gone.json()) == (200, {"status": "evicted", "cache_key": key})
@@ -334,7 +343,9 @@ def test_a_deleted_key_is_gone_and_its_state_with_it(client: httpx.Client) -> No
     assert (told["reason"], told["reused_tokens"]) == ("cache_key_not_found", 0)
 
 
-def test_collection_frees_what_has_expired_and_the_key_says_so(client: httpx.Client) -> None:
+def test_garbage_collection_removes_expired_entries_and_their_keys_report_it(
+    client: httpx.Client,
+) -> None:
     brief = post(client, "/v1/cache/prepare", model="tiny", messages=[SYSTEM], ttl=1)
     lasting = post(client, "/v1/cache/prepare", model="tiny", messages=[RISKS])
     deadline = time.monotonic() + 20
@@ -347,9 +358,6 @@ def test_collection_frees_what_has_expired_and_the_key_says_so(client: httpx.Cli
     assert left["cache_key"] == lasting["cache_key"]
     told = chat(client, [SYSTEM, RISKS], cache_key=brief["cache_key"])["x_cache"]
     assert (told["hit"], told["status"], told["reason"]) == (False, "miss", "expired")
-
-
-# -- numbered sessions ---------------------------------------------------------------------------
 
 
 def test_a_numbered_session_is_listed_with_its_size_until_it_is_removed(
@@ -374,7 +382,7 @@ def test_a_numbered_session_is_listed_with_its_size_until_it_is_removed(
     assert chat(client, messages, kv_cache_session_id=1)["x_cache"]["reused_tokens"] == 0
 
 
-def test_old_sessions_go_and_pinned_entries_stay(client: httpx.Client) -> None:
+def test_old_sessions_are_removed_and_pinned_entries_stay(client: httpx.Client) -> None:
     for number in (-5, 0, 2**62):
         chat(client, [SYSTEM, RISKS], kv_cache_session_id=number)
     pinned = post(client, "/v1/cache/prepare", messages=[NVDA], pinned=True)
@@ -391,7 +399,7 @@ def test_old_sessions_go_and_pinned_entries_stay(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1, -0.5, "10", None])
-def test_an_age_that_is_none_is_refused(client: httpx.Client, seconds: object) -> None:
+def test_an_invalid_age_is_refused(client: httpx.Client, seconds: object) -> None:
     answer = client.post(f"{SESSIONS}/remove_old_caches", json={"seconds": seconds})
     assert answer.status_code == httpx.codes.BAD_REQUEST
     assert answer.json()["error"]["param"] == "seconds"

@@ -1,4 +1,4 @@
-"""An agent: a conversation with a scripted model through the real runtime."""
+"""An agent that talks to a scripted model through the real runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = dict[str, Any]
 Change = Callable[[Message], Message]
 
 
-#: What the tests' agent may call, and how its model writes that.
+#: The tool of the agent, and how the model writes a call.
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("read", "write")
@@ -33,7 +33,7 @@ def thinking(step: int) -> str:
 
 
 class Agent:
-    """What the model writes is given; what is made of it, and what is computed, is looked at."""
+    """Scripts what the model writes, and returns the parsed reply and the computed tokens."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Agent:
         tools: Sequence[Message] = (),
         can_truncate: bool = True,
     ) -> None:
-        """The first of `ends` is the one that a reply ends with when none is given."""
+        """`ends[0]` ends a reply by default."""
         self.letters = Letters(control, ends, bos=bos)
         self.engine = ScriptedEngine(can_truncate=can_truncate, chat_template=template)
         self.engine.tokenizer = self.letters
@@ -60,7 +60,7 @@ class Agent:
         ]
 
     def step(self, raw: str, *, end: str | None = None, **ask: Any) -> Reply:
-        """The model writes `raw`, then its end; with an empty `end` it goes on as it may."""
+        """The model writes `raw` and its end. With an empty `end` it continues freely."""
         self.engine.scripts.append(self.letters.sampled(raw + (self._end if end is None else end)))
         request = GenerateRequest(
             turn=next(self._ids),
@@ -74,7 +74,7 @@ class Agent:
         return reply
 
     def go_on(self, reply: Reply, change: Change, *results: str) -> None:
-        """The client sends a reply back in its own way, with what its calls returned."""
+        """Send the reply back in the way of a client, with the results of its calls."""
         message = change(reply.message)
         self.history.append(message)
         for call, result in zip(message["tool_calls"], results, strict=True):
@@ -91,7 +91,7 @@ def without_reasoning(message: Message) -> Message:
 
 
 def with_json_reordered(message: Message) -> Message:
-    """As a client does that parses arguments and writes them again."""
+    """Reorder JSON like a client that parses arguments and writes them again."""
     calls = [
         {**call, "function": {**call["function"], "arguments": _reordered(call)}}
         for call in message["tool_calls"]

@@ -1,4 +1,4 @@
-"""A clock in the test's hand."""
+"""Provides a clock that a test controls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rekindle.kvcache.entries.entry import Clock
 
 
 class FakeClock(Clock):
-    """Both clocks, moved by nobody else."""
+    """Both clocks. Only the test moves them."""
 
     def __init__(self) -> None:
         self.steady = 1000.0

@@ -1,4 +1,4 @@
-"""Conversations whose replies a test writes by hand, encoded and remembered by a real runtime."""
+"""Encodes and remembers conversations in a real runtime, with replies that the test writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HARMONY_CONTROL = (
 
 
 class Letters:
-    """Bytes and a few merges, so that a text has more than one spelling; and control tokens."""
+    """Bytes, a few merges, so that a text has several tokenisations, and control tokens."""
 
     bos: int | None = None
     eos: int | None = None
@@ -70,7 +70,7 @@ class Letters:
         return self._pieces[token]
 
     def sampled(self, text: str) -> list[int]:
-        """The text letter by letter, as no tokenizer would have it."""
+        """The text tokenised letter by letter, as no tokenizer would do it."""
         tokens: list[int] = []
         for part in self._split.split(text):
             known = self.control_texts.get(part)
@@ -82,8 +82,10 @@ class Letters:
 
 
 class Conversations(RuntimeHarness):
-    """Nothing is computed: turns are encoded and found, and what they write is given. A folder
-    makes it remember across restarts."""
+    """Encodes and finds turns without computing.
+
+    The test provides the replies. With a folder it remembers them across restarts.
+    """
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class Conversations(RuntimeHarness):
         super().__init__(engine, ram_bytes=0, folder=folder)
 
     def begin(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Turn:
-        """A request on its way to the engine."""
+        """Encode a request for the engine."""
         request = GenerateRequest(
             turn=next(self._ids),
             messages=json.loads(json.dumps(messages)),
@@ -121,8 +123,10 @@ class Conversations(RuntimeHarness):
         calls: Sequence[tuple[str, str]] = (),
         cut_off: str = "",
     ) -> dict[str, Any]:
-        """End the turn with `raw` as its sampled text, parsed into the other arguments; returns the
-        assistant message. What is cut off was sampled too, but was not sent."""
+        """End the turn with `raw` as its sampled text, which was parsed into the other arguments.
+
+        Returns the assistant message. Text that was cut off was sampled but not sent.
+        """
         turn.tokens.extend(self.letters.sampled(raw + cut_off))
         turn.output._raw.append(raw)
         message = turn.output.message
@@ -137,5 +141,5 @@ class Conversations(RuntimeHarness):
         return message.as_dict()
 
     def fresh(self, messages: Sequence[dict[str, Any]], **fields: Any) -> Tokens:
-        """The prompt of a server that remembers nothing."""
+        """The prompt on a server that remembers nothing."""
         return self.begin(messages, exact=True, **fields).encoded.prompt.tokens

@@ -1,4 +1,4 @@
-"""How much work something is, as a count that no slow machine changes."""
+"""Measures work as a number of calls, which does not depend on the speed of a machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 def calls_made(work: Callable[[], object]) -> int:
-    """The calls of functions, in Python and in C, that the work makes."""
+    """The number of Python and C function calls of some work."""
     count = 0
 
     def on_call(_frame: FrameType, event: str, _argument: object) -> None:

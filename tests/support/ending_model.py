@@ -1,9 +1,9 @@
-"""A tiny model whose replies are nonsense, but end.
+"""Writes a tiny model whose replies are nonsense, but end.
 
-Its weights are random, as those of the tests are, with one direction of the embedding that all
-tokens share. The rows of the output matrix for the end of a reply, and for what ends a string in
-JSON, look along it: whatever may end does, soon. A reply begins after a line break, which has the
-opposite of that direction: so none is empty, whatever a machine's rounding is like.
+Its weights are random, except for one direction of the embedding that all tokens share. The output
+rows of tokens that end a reply or a JSON string point along this direction, so replies end soon. A
+reply begins after a line break, which has the opposite direction. Therefore no reply is empty,
+whatever the rounding of a machine.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import numpy as np
 
 from tests.support.tiny import CONTROL, VOCABULARY, TinyModel, write_llama
 
-SHARED = 6.0  # along the shared direction; the others are about one
+SHARED = 6.0  # length along the shared direction; in other directions it is about one
 
 
 class EndingModel(TinyModel):
-    ending = 2.0  # how much likelier than others it makes an end
+    ending = 2.0  # how much more likely an end is than other tokens
 
     @property
     def vocabulary_size(self) -> int:
@@ -26,7 +26,7 @@ class EndingModel(TinyModel):
 
     @property
     def ends(self) -> list[int]:
-        """What ends a reply, a string and an object."""
+        """The tokens that end a reply, a string and an object."""
         return [CONTROL.index("<|end|>"), len(CONTROL) + ord('"'), len(CONTROL) + ord("}")]
 
     @property

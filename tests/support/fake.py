@@ -1,5 +1,8 @@
-"""An engine without a model that keeps the contract: its state is a chain of hashes, so any token,
-order or position restored wrongly changes every later choice."""
+"""An engine without a model that keeps the contract.
+
+Its state is a chain of hashes, so a wrong token, order or position in restored state changes every
+later choice.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 class NumberTokenizer:
-    """Writes a token as its number; enough where no text matters."""
+    """Writes a token as its number, for tests that need no text."""
 
     size = VOCABULARY_SIZE
     bos: int | None = None
@@ -63,8 +66,11 @@ class NumberTokenizer:
 
 
 class AsciiTokenizer(NumberTokenizer):
-    """A text is its bytes. Other tokens are sampled alone: no text becomes one, though each has a
-    text, so that replies come back as tokens that nobody would choose for them."""
+    """A text is its bytes.
+
+    Other tokens can only be sampled: each has a text, but no text is encoded to it. Replies
+    therefore come back as other tokens.
+    """
 
     longest_bytes = len("<999>")
 
@@ -88,7 +94,7 @@ class FakeSampler:
             self.token_mask.replay(reply)
 
     def choose(self, state: bytes) -> int:
-        """A token that depends on all of the state, among those that are allowed."""
+        """Choose a token that depends on the whole state, among the allowed ones."""
         seed = int.from_bytes(state[:4], "big")
         if self.token_mask is None:
             return seed % (VOCABULARY_SIZE - 10) + 10
@@ -111,7 +117,7 @@ def _cells(blob: Blob, size: int) -> list[bytes]:
 
 
 class FakeParking:
-    """Counts tokens; the state stays where it was."""
+    """Counts parked tokens. The state itself does not move."""
 
     def __init__(self, sequences: FakeSequences, tokens: int) -> None:
         self.tokens = tokens
@@ -273,7 +279,7 @@ class FakeSequences:
         return cells + bytes(blob[tokens * size :])
 
     def before(self, sequence: Sequence) -> bytes:
-        """What the next token's state depends on; an empty sequence is a new one."""
+        """The state that the next token depends on. An empty sequence has a fixed start."""
         state = self.state(sequence)
         if not state:
             return b"start"
@@ -319,11 +325,12 @@ class FakePending(NamedTuple):
 
 @dataclass
 class FakeEngine:
-    """`break_steps` holds the numbers of steps that end in EngineBroken, `exact_contexts` how many
-    exact sequences there is memory for, `no_memory_for` the KV types whose pool there is none for.
+    """`break_steps` holds the numbers of steps that end in EngineBroken.
 
-    A cell of a smaller KV type is the beginning of one of a larger type, and all that follows
-    depends on which of them it was."""
+    `exact_contexts` is the number of exact sequences that fit into memory, and `no_memory_for`
+    holds the KV types whose pool does not fit. A cell of a smaller KV type is the beginning of a
+    cell of a larger type, and later state depends on which of them it was.
+    """
 
     block_tokens: int = 8
     context_tokens: int = 512
@@ -346,13 +353,13 @@ class FakeEngine:
     state_files: StateFiles | None = None
     park_tokens: int = 0
     async_launch: bool = False
-    scatters: bool = False  # rows of steps that are of several sequences lie apart
+    scatters: bool = False  # rows of steps with several sequences are not contiguous
 
     def __post_init__(self) -> None:
         self.in_flight = False
         self.counts = FakeCounts()
         self.projector = PlainProjector(VECTOR_WIDTH)
-        self._spans: set[bytes] = set()  # ids of all pictures
+        self._spans: set[bytes] = set()  # the ids of all pictures
         self.tokenizer: Tokenizer = NumberTokenizer()
         self.sequences = FakeSequences(self)
 
@@ -391,7 +398,8 @@ class FakeEngine:
         return FakeSampler(sampling, token_mask)
 
     def launch(self, work: Seq[Work]) -> FakePending:
-        """Nothing is computed before `collect`, so touching a sequence in between shows."""
+        """Nothing is computed before `collect`, so a test notices when a sequence is used in
+        between."""
         assert not self.in_flight
         self.counts.steps += 1
         if self.counts.steps in self.break_steps:
@@ -438,7 +446,7 @@ class FakeEngine:
         return item.sampler.sample(state[-1])
 
     def _rows(self, item: Work) -> list[bytes]:
-        """What each token adds to the state: its id, or the vector that stands for it."""
+        """What each token adds to the state: its id, or the vector of a picture."""
         if item.vectors is None:
             assert all(token < MEDIA_BIT for token in item.tokens)
             return [token.to_bytes(4, "big") for token in item.tokens]

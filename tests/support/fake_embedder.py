@@ -1,4 +1,4 @@
-"""An embedder without a model: numbers are tokens, vectors come from a seed."""
+"""An embedder without a model. Numbers are tokens, and vectors come from a seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIMENSIONS = 8
 
 
 class FakeEmbedder:
-    """Records the inputs of every call; a call that has `breaks_on` among its tokens fails."""
+    """Records the inputs of every call. A call with the token `breaks_on` fails."""
 
     def __init__(
         self, *, context_tokens: int = 16, batch_tokens: int = 32, ranks: bool = False

@@ -1,4 +1,4 @@
-"""Files with the state of a fake engine."""
+"""Reads and writes files with the state of a fake engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.fake import CELL_BYTES, CHECKPOINT_BYTES
 
 
 class FakeStateFiles:
-    """Cells, the last checkpoint and the tokens, as JSON."""
+    """A file has cells, the last checkpoint and the tokens, as JSON."""
 
     suffix = ".json"
 

@@ -1,6 +1,6 @@
-"""Families of models: their templates, their control tokens, and how they write calls.
+"""Describes model families: templates, control tokens, and how they write tool calls.
 
-What a model samples differs from what its template makes of it in blanks, quotes and order.
+The sampled text of a call differs from what the template makes of it in spaces, quotes and order.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ TOOLS = [
 
 @dataclass(frozen=True)
 class Family:
-    """`calls` writes one reply's calls of `sweep`."""
+    """`calls` writes the calls of `sweep` in one reply."""
 
     template: str
     format: str
     calls: Callable[[Sequence[Arguments]], str]
     control: tuple[str, ...]
     ends: tuple[str, ...]
-    call_end: str | None = None  # what ends a reply that calls, where it is another token
+    call_end: str | None = None  # end of a reply with calls, if it differs
     bos: str = ""
-    parallel: bool = True  # whether its template takes more than one call in a reply
+    parallel: bool = True  # the template accepts several calls in a reply
     answer: str = "All is tidy."
-    opening: str = ""  # of a reply that has to call: what is up to the model, not to the grammar
+    opening: str = ""  # part of a forced call that the model writes without the grammar
 
     @property
     def end(self) -> str:
-        """What ends a reply that calls."""
+        """The token that ends a reply with calls."""
         return self.call_end or self.ends[0]
 
     def agent(self, *, can_truncate: bool = True) -> Agent:
@@ -70,7 +70,7 @@ def sweep(room: int) -> Arguments:
 
 
 def _spaced(arguments: Arguments) -> str:
-    """JSON with a blank more than anyone would print, and a character as it is."""
+    """JSON with unusual spaces and unescaped characters."""
     return json.dumps(arguments, ensure_ascii=False).replace('", "', '",  "')
 
 
@@ -85,7 +85,7 @@ def _each(
 
 
 def _python(arguments: Arguments) -> str:
-    """Keywords in another order, and double quotes."""
+    """Python calls with reordered keywords and double quotes."""
     pairs = (
         f"{name}={json.dumps(value) if isinstance(value, str) else value}"
         for name, value in reversed(arguments.items())
@@ -94,13 +94,13 @@ def _python(arguments: Arguments) -> str:
 
 
 def _tagged(arguments: Arguments) -> str:
-    """Values on their tags' own lines, words as Python has them."""
+    """Values on separate lines between their tags, with Python's words."""
     pairs = (f"<parameter={name}>{value}</parameter>\n" for name, value in arguments.items())
     return f"<tool_call>\n<function=sweep>\n{''.join(pairs)}</function>\n</tool_call>"
 
 
 def _gemma(open: str, close: str, quote: str) -> Callable[[Arguments], str]:
-    """Pairs as they come to mind: the template sorts them."""
+    """Pairs in any order, which the template sorts."""
 
     def write(arguments: Arguments) -> str:
         pairs = (
@@ -262,7 +262,7 @@ DEEPSEEK_V31 = Family(
     _DEEPSEEK_CONTROL,
     _DEEPSEEK_ENDS,
     bos=_DEEPSEEK_CONTROL[1],
-    opening=_wide("tool▁calls▁begin")[0],  # or it may think first, for as long as it likes
+    opening=_wide("tool▁calls▁begin")[0],  # or it could reason first, without a limit
 )
 FUNCTION_GEMMA = Family(
     gemma_templates.FUNCTION_GEMMA,

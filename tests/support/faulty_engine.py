@@ -1,5 +1,7 @@
-"""A fake engine with faults on demand, for a real runtime process:
-`REKINDLE_ENGINE_MODULE=tests.support.faulty_engine`. What a prompt says is what goes wrong."""
+"""A fake engine with faults on demand, for a real runtime process.
+
+Use it with `REKINDLE_ENGINE_MODULE=tests.support.faulty_engine`. The prompt decides what fails.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from rekindle.runtime.reuse import restorer
 from tests.support.fake import FakeEngine, FakePending, NumberTokenizer
 
 SUFFIX = ".faulty"
-RAISE = "13"  # a step that has this token raises
-HANG = "14"  # a step that has this token does not return
+RAISE = "13"  # a step with this token raises
+HANG = "14"  # a step with this token never returns
 ENDLESS = "endless"  # a prompt with this word is never encoded
-HUNG_READS = "REKINDLE_TEST_HUNG_READS"  # with this variable set, no read of a block ever ends
-FETCH_TIMEOUT_S = 0.2  # then, instead of ten seconds
+HUNG_READS = "REKINDLE_TEST_HUNG_READS"  # if this variable is set, reads of blocks never return
+FETCH_TIMEOUT_S = 0.2  # read timeout in that case, instead of ten seconds
 
 _ROOT = Path(__file__).parents[2]
 
@@ -64,7 +66,8 @@ def _hang(self: BlockReading, is_wanted: Callable[[], bool]) -> bool:
 
 
 def write_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that this engine takes, and an environment in which a runtime finds the engine."""
+    """Write a model file for this engine, and return the environment that makes a runtime use
+    it."""
     monkeypatch.setenv(ENGINE_MODULE, __name__)
     monkeypatch.setenv("PYTHONPATH", f"{_ROOT}{os.pathsep}{_ROOT / 'src'}")
     path = folder / f"model{SUFFIX}"

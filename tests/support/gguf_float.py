@@ -1,5 +1,8 @@
-"""The model of a GGUF file with every weight as the number it stands for: llama.cpp computes with
-such weights as they are, and rounds what is multiplied with quantised ones to 8 bits."""
+"""Rewrites a GGUF model with float weights.
+
+llama.cpp multiplies float weights without rounding, while it rounds the other factor of quantised
+weights to 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.support.gguf_vocabulary import metadata_of
 
 def write_gguf_as_float(source: Path, path: Path) -> Path:
     loaded: Any = mx.load(str(source), return_metadata=True)
-    fields = {**metadata_of(loaded[1]), "general.file_type": 0}  # all of it F32
+    fields = {**metadata_of(loaded[1]), "general.file_type": 0}  # everything is F32
     tensors = {
         each.name: gguf.dequantize(each.data, each.tensor_type)
         .astype(np.float32)

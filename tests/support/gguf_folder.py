@@ -1,7 +1,7 @@
-"""A Llama model of a GGUF file written as a model folder in MLX's format, value by value.
+"""Writes the Llama model of a GGUF file as a folder in MLX's format, with the same values.
 
-MLX reads Q4_0, Q4_1 and Q8_0 tensors as what they are: quantised in groups of 32 with a scale and
-a bias. So the folder holds the same numbers as the file, in another order where the order differs.
+MLX reads Q4_0, Q4_1 and Q8_0 tensors as quantised groups of 32 with a scale and a bias. The folder
+therefore has the same numbers as the file, some of them in another order.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<name>\w+)\.(?P<part>weight|s
 
 
 def write_gguf_as_folder(source: Path, folder: Path) -> Path:
-    """config.json, weights and tokenizer of the GGUF file."""
+    """Write config.json, weights and tokenizer of the GGUF file."""
     folder.mkdir(parents=True, exist_ok=True)
     loaded: Any = mx.load(str(source), return_metadata=True)
     tensors, values = loaded[0], metadata_of(loaded[1])
@@ -75,8 +75,8 @@ def _config(values: dict[str, Any], *, tied: bool) -> dict[str, Any]:
 
 
 def _in_order(tensor: mx.array, heads: int) -> mx.array:
-    """Rows as the rotation of MLX pairs them: first halves of heads with second halves, where
-    GGUF files have the pairs side by side."""
+    """Reorder rows for MLX's rotary embedding, which pairs the first half of a head with the
+    second. GGUF files store the pairs next to each other."""
     rows, columns = tensor.shape
     pairs = tensor.reshape(heads, rows // heads // 2, 2, columns)
     return mx.contiguous(pairs.swapaxes(1, 2).reshape(rows, columns))

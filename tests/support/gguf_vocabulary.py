@@ -1,4 +1,4 @@
-"""The vocabulary of a GGUF file, read by llama.cpp, or written as the files of a model folder."""
+"""Reads the vocabulary of a GGUF file with llama.cpp, or writes it as files of a model folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from tests.support.tiny_mlx import added_token
 
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-#: What precedes GPT-2's expression, by the name that llama.cpp has for both together.
+#: The regular expression before GPT-2's, by llama.cpp's name for the two together.
 BEFORE_BYTE_LEVEL = {
     "gpt-2": [],
     "smollm": [{"type": "Digits", "individual_digits": True}],
@@ -25,7 +25,7 @@ BEFORE_BYTE_LEVEL = {
 
 @contextmanager
 def llama_tokenizer(path: Path) -> Iterator[LlamaTokenizer]:
-    """llama.cpp's own, without the weights."""
+    """llama.cpp's tokenizer of a file, loaded without the weights."""
     library: Any = bindings.load_library()
     params = library.llama_model_default_params()
     params.vocab_only = True
@@ -35,8 +35,8 @@ def llama_tokenizer(path: Path) -> Iterator[LlamaTokenizer]:
 
 
 def write_folder_vocabulary(values: dict[str, Any], folder: Path) -> None:
-    """tokenizer.json and tokenizer_config.json of a byte-level GGUF vocabulary, of which these are
-    the file's values."""
+    """Write tokenizer.json and tokenizer_config.json from the metadata of a byte-level GGUF
+    file."""
     tokens, kinds = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
     added = (gguf.TokenType.CONTROL, gguf.TokenType.USER_DEFINED)
     before = BEFORE_BYTE_LEVEL[values["tokenizer.ggml.pre"]]
@@ -66,13 +66,13 @@ def write_folder_vocabulary(values: dict[str, Any], folder: Path) -> None:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """The values of a GGUF file by their names."""
+    """The metadata of a GGUF file by name."""
     loaded: Any = mx.load(str(path), return_metadata=True)
     return metadata_of(loaded[1])
 
 
 def metadata_of(values: dict[str, Any]) -> dict[str, Any]:
-    """The same of values that MLX has read, as Python has them."""
+    """The same for metadata that MLX has read, as Python values."""
     return {
         name: value.tolist() if isinstance(value, mx.array) else value
         for name, value in values.items()

@@ -1,4 +1,4 @@
-"""A runtime without its process: built as the process builds it, and driven step by step."""
+"""Drives a runtime step by step without its process."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PATIENCE_S = 30.0
 
 @dataclass
 class Reply:
-    """Everything one turn brought."""
+    """Everything that one turn returned."""
 
     turn: Turn
     events: list[Event] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Reply:
 
     @property
     def message(self) -> dict[str, Any]:
-        """The reply as its client has it."""
+        """The reply as the client sees it."""
         return self.turn.output.message.as_dict()
 
     @property
@@ -103,10 +103,13 @@ class Reply:
 
 
 class RuntimeHarness:
-    """Submit turns, step, look at what came out. Budgets are exact: nothing is set aside for
-    queues and entries, as the real storage does it."""
+    """Submits turns, runs steps and collects the results.
 
-    memory: MemoryTier | None = None  # below the others
+    Budgets are exact. The real storage reserves some memory for queues and entries, and the harness
+    does not.
+    """
+
+    memory: MemoryTier | None = None  # below the other tiers
 
     def __init__(
         self,
@@ -206,8 +209,6 @@ class RuntimeHarness:
     def namespace(self, salt: bytes = b"") -> bytes:
         return self.runtime.input_processor.namespace(salt)
 
-    # -- the disk ------------------------------------------------------------------------------
-
     def take_events(self, *, wait: bool = False) -> None:
         """Take in what the tiers did; at least one event when it waits."""
         if self.memory:
@@ -220,19 +221,17 @@ class RuntimeHarness:
                 wait = False
 
     def flush(self) -> None:
-        """Wait until all that was put is on disk."""
+        """Wait until everything is on disk."""
         done: list[bool] = []
         self.store.tiers.flush(done.append)
         while not done:
             self.take_events(wait=True)
 
     def close(self) -> None:
-        """Stop as a runtime does: keep everything, then let go."""
+        """Stop like a runtime: store everything, then release it."""
         self.scheduler.stop()
         self.kv.offload_all()
         self.storage.close()
-
-    # -- turns ---------------------------------------------------------------------------------
 
     def _emit(self, events: list[Event]) -> None:
         for event in events:
@@ -241,7 +240,7 @@ class RuntimeHarness:
             reply.events.append(event)
 
     def submit(self, tokens: Seq[int] | Prompt, *, salt: bytes = b"", **request: Any) -> Reply:
-        """A turn whose prompt is encoded already."""
+        """Submit a turn whose prompt is already encoded."""
         prompt = tokens if isinstance(tokens, Prompt) else Prompt(Tokens.of(tokens))
         asked = GenerateRequest(
             turn=next(self._ids),
@@ -275,7 +274,7 @@ class RuntimeHarness:
         return reply
 
     def run(self, *replies: Reply) -> None:
-        """Step until these turns (or all of them) have ended."""
+        """Run steps until these turns, or all turns, have ended."""
         wanted = replies or tuple(self.replies.values())
         for _ in range(100_000):
             if all(reply.ended for reply in wanted):
@@ -287,7 +286,7 @@ class RuntimeHarness:
         raise AssertionError("the turns do not end")
 
     def offload(self) -> None:
-        """Use idle time until nothing is left to export."""
+        """Use idle time until there is nothing left to offload."""
         for _ in range(100_000):
             if not self.scheduler.step():
                 return
@@ -299,7 +298,7 @@ class RuntimeHarness:
         return reply
 
     def ask_text(self, text: str, **request: Any) -> Reply:
-        """A completion of a text, encoded as the runtime does it."""
+        """Complete a text, encoded by the runtime."""
         asked = GenerateRequest(
             turn=next(self._ids), prompt=text, **{"sampling": GREEDY, "max_tokens": 8, **request}
         )
@@ -310,7 +309,7 @@ class RuntimeHarness:
     def submit_chat(
         self, messages: list[dict[str, Any]], pictures: Seq[Picture] = (), **request: Any
     ) -> Reply:
-        """A conversation, encoded as the runtime does it."""
+        """Submit a conversation, encoded by the runtime."""
         asked = GenerateRequest(
             turn=next(self._ids),
             messages=messages,
@@ -329,8 +328,6 @@ class RuntimeHarness:
     def cancel(self, reply: Reply) -> None:
         self.scheduler.cancel(reply.turn.id)
 
-    # -- admin ---------------------------------------------------------------------------------
-
     def administer(
         self,
         op: AdminOp,
@@ -344,7 +341,7 @@ class RuntimeHarness:
         results: list[AdminResult] = []
         request = AdminRequest(id=1, salt=salt, admin=admin, op=op)
         for _ in self.runtime.admin.answer(request, encoded, results.append):
-            pass  # between two pieces of work
+            pass  # between two work items
         while not results:
             self.take_events(wait=not self.scheduler.step())
         return results[0]

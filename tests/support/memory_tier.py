@@ -1,6 +1,6 @@
-"""A tier in the memory of the tests, as slow and as unreliable as a store on another machine.
+"""A tier in memory that is as slow and unreliable as a store on another machine.
 
-Nothing happens before `advance`; then everything asked for is done in order, and reported.
+Nothing happens before `advance`, which performs and reports all requests in order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECRET = b"m" * 32
 
 
 class MemoryTier(WriteBehindTier):
-    """`shelf` is what outlives a restart: sealed blocks by their keys, in the order they came."""
+    """`shelf` survives a restart. It holds sealed blocks by key, in the order of arrival."""
 
     def __init__(
         self,
@@ -43,20 +43,18 @@ class MemoryTier(WriteBehindTier):
     ) -> None:
         super().__init__("memory", limit_bytes, queue_bytes)
         self.shelf = {} if shelf is None else shelf
-        self.failure: TierState = "ok"  # what the next writes end in
-        self.hangs = False  # what was asked for is not done, and not refused either
+        self.failure: TierState = "ok"  # result of the next writes
+        self.hangs = False  # requests are neither performed nor refused
         self._on_event = on_event
         self._orders: deque[Callable[[], None]] = deque()
 
     def advance(self) -> None:
-        """Do what was asked for, and report it."""
+        """Perform and report all requests."""
         while self._orders and not self.hangs:
             self._orders.popleft()()
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         return len(tokens.packed) + state_bytes + OVERHEAD_BYTES
-
-    # -- writing -------------------------------------------------------------------------------
 
     def put(self, block: Block, blob: Blob) -> None:
         assert block.parent is not None
@@ -82,8 +80,6 @@ class MemoryTier(WriteBehindTier):
     def flush(self, then: Callable[[bool], None]) -> None:
         self._orders.append(lambda: self._on_event(Flushed(then)))
 
-    # -- reading -------------------------------------------------------------------------------
-
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
         keys = [block.key for block in blocks]
         self._orders.append(lambda: self._read(keys, fetch))
@@ -105,8 +101,6 @@ class MemoryTier(WriteBehindTier):
         if chain_key(record.parent, record.tokens) != key:
             raise CorruptBlock("it is another block than its key says")
         return record
-
-    # -- beginning and end ---------------------------------------------------------------------
 
     def stored(self) -> Iterator[StoredBlock]:
         for key, raw in list(self.shelf.items()):

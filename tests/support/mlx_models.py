@@ -1,4 +1,4 @@
-"""Tiny random MLX models in memory, for tests that need no folder, tokenizer or engine."""
+"""Builds tiny random MLX models in memory, without folder, tokenizer or engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMMON: dict[str, Any] = {
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-narrow": {"model_type": "llama", "head_dim": 16},
-    "gemma3": {  # a window in every other layer
+    "gemma3": {  # sliding window in every other layer
         "model_type": "gemma3_text",
         "query_pre_attn_scalar": 64,
         "sliding_window": WINDOW,
@@ -44,7 +44,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "use_bias": False,
         "use_conv_bias": True,
     },
-    "lfm2": {  # attention beside short convolutions
+    "lfm2": {  # attention and short convolutions
         "model_type": "lfm2",
         "hidden_size": 128,
         "num_attention_heads": 2,
@@ -59,7 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
     },
-    "falcon_h1": {  # both in every layer: lists of caches
+    "falcon_h1": {  # both in every layer, so caches are lists
         "model_type": "falcon_h1",
         "mamba_d_ssm": 64,
         "mamba_d_head": 16,
@@ -68,7 +68,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 1,
         "lm_head_multiplier": 4.0,
     },
-    "llama4": {  # chunks in three layers of four
+    "llama4": {  # chunked attention in three of four layers
         "model_type": "llama4",
         "text_config": _COMMON
         | {
@@ -119,7 +119,7 @@ def tiny_model(family: str, dtype: mx.Dtype = mx.float32) -> Any:
 
 
 def step(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
-    """Append tokens; the logits behind the last one."""
+    """Append tokens, and return the logits after the last one."""
     logits: mx.array = model(mx.array([tokens]), cache=caches)[0, -1]
     mx.eval(logits, [each.state for each in caches])
     return logits
@@ -131,7 +131,7 @@ def greedy(logits: mx.array) -> int:
 
 
 def answer(model: Any, caches: list[Any], tokens: list[int], count: int = 8) -> list[Any]:
-    """The logits behind `tokens` and behind each of the greedy tokens that follow."""
+    """The logits after `tokens`, and after each greedy token that follows."""
     rows = [step(model, caches, tokens)]
     for _ in range(count):
         rows.append(step(model, caches, [greedy(rows[-1])]))

@@ -1,4 +1,4 @@
-"""Pictures for tests, and the simplest projector there can be."""
+"""Provides pictures for tests, and the simplest possible projector."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from rekindle.engine.base import Matrix
 from rekindle.protocol.media import Picture, picture
 from rekindle.tokens import Tokens
 
-BEGIN, END, BETWEEN = 5, 6, 7  # tokens around every picture, and between tiles
+BEGIN, END, BETWEEN = 5, 6, 7  # tokens around each picture and between tiles
 WIDE_PIXELS = 40
 
 
 def drawn(seed: int, width: int = 24, height: int = 16) -> Picture:
-    """A picture that is nothing but its seed."""
+    """A picture that is determined by its seed."""
     pixels = np.random.default_rng(seed).integers(0, 256, width * height * 3, dtype=np.uint8)
     return picture(width, height, pixels.tobytes())
 
 
 class PlainProjector:
-    """A vector for every 8 columns, and 8 more; drawn from the pixels, between two tokens. A wide
-    picture is two tiles with a token between them."""
+    """Makes one vector per 8 columns and 8 more, from the pixels, between two tokens.
+
+    A wide picture becomes two tiles with a token between them.
+    """
 
     def __init__(self, width: int) -> None:
         self._width = width

@@ -1,5 +1,7 @@
-"""BERT as its paper describes it, in float64: slow, plain, and written without a look at
-any engine. Words are cut as WordPiece cuts them."""
+"""Implements BERT in float64 as its paper describes it, independently of any engine.
+
+Texts are tokenised by WordPiece.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
-#: Abramowitz and Stegun, 7.1.26: right to seven digits.
+#: Abramowitz and Stegun, 7.1.26, which is accurate to seven digits.
 ERF = (0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
 
 
@@ -55,9 +57,9 @@ class ReferenceBert:
         return found
 
     def embed(self, texts: list[str]) -> Array:
-        """A row for each text."""
+        """Return one row per text."""
         inputs = [self.tokens(text) for text in texts]
-        cuts = list(accumulate(map(len, inputs)))[:-1]  # where a text ends and the next begins
+        cuts = list(accumulate(map(len, inputs)))[:-1]  # the boundary between two texts
         weights = self._weights
         hidden = weights["token_embd.weight"][[token for tokens in inputs for token in tokens]]
         places = [place for tokens in inputs for place in range(len(tokens))]
@@ -112,7 +114,10 @@ def _erf(values: Array) -> Array:
 
 
 def _words(text: str) -> list[str]:
-    """Lower case, without accents; punctuation and ideographs are words of their own."""
+    """Split into lower-case words without accents.
+
+    Punctuation and ideographs are separate words.
+    """
     plain = unicodedata.normalize("NFD", text.lower())
     kept = (character for character in plain if unicodedata.category(character) != "Mn")
     return "".join(f" {each} " if _is_word(each) else each for each in kept).split()

@@ -1,4 +1,4 @@
-"""How often a test with chance in it tries: briefly in `make test`, for long in `make stress`."""
+"""Decides how often a random test repeats: few times in `make test`, many in `make stress`."""
 
 from __future__ import annotations
 

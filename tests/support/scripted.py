@@ -1,4 +1,4 @@
-"""A fake engine that samples a given text, so that real replies pass through a real runtime."""
+"""A fake engine that samples given texts, so that real replies pass through a real runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.fake import VOCABULARY_SIZE, FakeEngine, FakeSampler
 
 @dataclass
 class ScriptedSampler(FakeSampler):
-    """Follows its line to the end, and from there on whatever its constraint allows."""
+    """Follows its script, and then samples anything that the constraint allows."""
 
     line: Iterator[int] = field(default_factory=lambda: iter(()))
 
@@ -34,7 +34,7 @@ class ScriptedSampler(FakeSampler):
 
 @dataclass
 class ScriptedEngine(FakeEngine):
-    """Each reply follows the next script; its state is still that of all its tokens."""
+    """Each reply follows the next script. Its state depends on all its tokens."""
 
     context_tokens: int = 1 << 16
     pool_tokens: int = 1 << 17

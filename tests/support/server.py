@@ -1,4 +1,4 @@
-"""The real server as a person starts it: the command, a port, and an end."""
+"""Starts the real server with its command and a free port, and stops it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.numpy_engine import SUFFIX
 ROOT = Path(__file__).parents[2]
 START_S = 120
 STOP_S = 30
-ONE_THREAD = {"REKINDLE_THREADS": "1"}  # tests run side by side
+ONE_THREAD = {"REKINDLE_THREADS": "1"}  # tests run in parallel
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Server:
         return httpx.Client(base_url=self.url, timeout=300)
 
     def worker_pids(self) -> list[int]:
-        """The runtimes: children of the server."""
+        """The pids of the runtimes, which are children of the server."""
         listed = subprocess.run(
             ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True
         )
@@ -42,7 +42,7 @@ class Server:
 
 
 def _engine_of(model: Path) -> dict[str, str]:
-    """What the environment has to say for a model whose engine is in the tests."""
+    """The environment for a model whose engine is in the tests."""
     if not model.name.endswith(SUFFIX):
         return {}
     sources = f"{ROOT}{os.pathsep}{ROOT / 'src'}"
@@ -53,7 +53,7 @@ def _engine_of(model: Path) -> dict[str, str]:
 def running(
     model: Path, folder: Path, *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
-    """`rekindle serve`, ready to answer; ended on the way out."""
+    """Run `rekindle serve` until the block ends. It is ready to answer."""
     port = _free_port()
     log = folder / "server.log"
     command = [sys.executable, "-m", "rekindle.cli.main", "serve"]

@@ -1,4 +1,4 @@
-"""Conversations on a real engine, in process, with every wanted logit recorded."""
+"""Runs conversations on a real engine in this process and records logits."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Observe = Callable[[Sequence, np.ndarray[Any, Any]], None]
 
 
 class ObservedEngine(Engine, Protocol):
-    """An engine that shows the logits behind every choice."""
+    """An engine that exposes the logits of every choice."""
 
     observe: Observe | None
 
 
 @dataclass
 class Answered:
-    """One turn's answer with the logits behind each of its tokens."""
+    """The answer of a turn with the logits of each token."""
 
     reply: Reply
     logits: list[np.ndarray[Any, Any]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Answered:
 
 
 class Talker:
-    """A harness on a model; `forget` makes it as cold as on its first day."""
+    """A harness with a model. `forget` removes all cached state."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Talker:
         return self.encoder.chat(messages, template_kwargs={})
 
     def answer(self, prompt: Prompt, **ask: Any) -> Answered:
-        """Run one turn alone and record its logits."""
+        """Run one turn and record its logits."""
         recorded: list[np.ndarray[Any, Any]] = []
 
         def observe(_sequence: Sequence, logits: np.ndarray[Any, Any]) -> None:

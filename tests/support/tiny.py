@@ -1,4 +1,7 @@
-"""Tiny random GGUF models with a byte vocabulary and a chat template: real loading, no download."""
+"""Writes tiny random GGUF models with a byte vocabulary and a chat template.
+
+They are really loaded, without a download.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ TEMPLATE = (
     "{% for message in messages %}<|turn|>{{ message['role'] }}\n{{ message['content'] }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
-MERGED = b"th"  # llama.cpp wants at least one merge
+MERGED = b"th"  # llama.cpp needs at least one merge
 VOCABULARY = 256 + len(CONTROL) + 1
 
 
 class TinyModel:
-    """Writes one model file, tensor by tensor, from a seed."""
+    """Writes one model file from a seed, tensor by tensor."""
 
     def __init__(self, path: Path, architecture: str, layers: int, seed: int, context: int) -> None:
         self.architecture = architecture
@@ -94,7 +97,7 @@ def write_llama(
     pooling: int | None = None,
     kind: type[TinyModel] = TinyModel,
 ) -> Path:
-    """Full attention: state can be truncated anywhere."""
+    """Full attention. The state can be truncated anywhere."""
     model = kind(path, "llama", layers, seed, context)
     if pooling is not None:
         model.number("pooling_type", pooling)
@@ -114,7 +117,7 @@ def write_llama(
 def write_phi3(
     path: Path, *, layers: int = 2, seed: int = 0, context: int = 4096, original: int = 512
 ) -> Path:
-    """LongRoPE: one set of rotation factors up to the original context, another beyond it."""
+    """LongRoPE: one set of rotation factors up to the original context, and another beyond it."""
     model = TinyModel(path, "phi3", layers, seed, context)
     model.number("attention.head_count", HEADS)
     model.number("attention.head_count_kv", KV_HEADS)
@@ -146,7 +149,7 @@ def write_gemma3(
     window: int = 64,
     head_width: int = HEAD_WIDTH,
 ) -> Path:
-    """Sliding windows beside full attention."""
+    """Sliding windows and full attention."""
     model = TinyModel(path, "gemma3", layers, seed, context)
     for key, value in {
         "head_count": HEADS * HEAD_WIDTH // head_width,
@@ -169,7 +172,7 @@ def write_gemma3(
 
 
 def write_mamba(path: Path, *, layers: int = 3, seed: int = 0, context: int = 4096) -> Path:
-    """Recurrent: state cannot be truncated."""
+    """Recurrent. The state cannot be truncated."""
     inner, kernel, state, rank = 2 * WIDTH, 4, 16, 8
     model = TinyModel(path, "mamba", layers, seed, context)
     for key, value in {
@@ -207,7 +210,7 @@ def write_lfm2(
     context: int = 4096,
     head_width: int = HEAD_WIDTH,
 ) -> Path:
-    """Hybrid: short convolutions (their state cannot be truncated), attention in every other
+    """Hybrid: short convolutions, whose state cannot be truncated, and attention in every other
     layer."""
     kernel = 3
     model = TinyModel(path, "lfm2", layers, seed, context)
@@ -235,7 +238,7 @@ def write_lfm2(
 
 
 def spelling(byte: int) -> bytes:
-    """GPT-2's printable stand-in for a byte."""
+    """GPT-2's printable character for a byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     if byte in printable:
         return chr(byte).encode()

@@ -1,4 +1,4 @@
-"""Tiny random BERTs with a WordPiece vocabulary of letters and a few words."""
+"""Writes tiny random BERT models with a WordPiece vocabulary of letters and a few words."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ WORDS = ("the", "cat", "sat", "mat", "dog", "rain", ".", ",")
 CLS, SEP = SPECIAL.index("[CLS]"), SPECIAL.index("[SEP]")
 TOKENS = (
     *SPECIAL,
-    *(f"\u2581{word}" for word in (*WORDS, *ascii_lowercase)),  # that begin a word
-    *ascii_lowercase,  # that go on
+    *(f"\u2581{word}" for word in (*WORDS, *ascii_lowercase)),  # at the start of a word
+    *ascii_lowercase,  # inside a word
 )
 
 
@@ -30,7 +30,7 @@ def write_bert(
     pooling: int = gguf.PoolingType.MEAN,
     quantised: bool = False,
 ) -> Path:
-    """With `classes`, a head that scores so many instead of pooling."""
+    """With `classes`, the model has a head with this many scores instead of pooling."""
     writer: Any = gguf.GGUFWriter(str(path), "bert")
     random = np.random.default_rng(seed)
 

@@ -1,4 +1,5 @@
-"""Tiny random models in MLX's format, with the vocabulary and template of the tiny GGUF models."""
+"""Writes tiny random models in MLX's format, with the vocabulary and template of the tiny GGUF
+models."""
 
 from __future__ import annotations
 
@@ -37,11 +38,11 @@ _LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-#: By the name of a family: what its config.json says beside the common part.
+#: The part of config.json that differs, by family.
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": _LLAMA,  # full attention: state can be truncated anywhere
-    "llama-wide": _LLAMA | {"head_dim": 64},  # heads that every group size divides
-    "gemma3": {  # sliding windows beside full attention
+    "llama": _LLAMA,  # full attention, can be truncated anywhere
+    "llama-wide": _LLAMA | {"head_dim": 64},  # every group size divides the heads
+    "gemma3": {  # sliding windows and full attention
         "model_type": "gemma3_text",
         "num_hidden_layers": 4,
         "head_dim": 16,
@@ -57,7 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window": WINDOW,
         "sliding_window_pattern": 2,
     },
-    "mamba": {  # recurrent: state cannot be truncated
+    "mamba": {  # recurrent, cannot be truncated
         "model_type": "mamba",
         "num_hidden_layers": 3,
         "state_size": 16,
@@ -79,7 +80,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
     },
-    "falcon_h1": {  # hybrid: every layer has both attention and a state space
+    "falcon_h1": {  # hybrid, with attention and a state space in every layer
         "model_type": "falcon_h1",
         "num_hidden_layers": 2,
         "head_dim": 16,
@@ -94,7 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def write_tiny_mlx(path: Path, family: str = "llama", *, seed: int = 0, **config: Any) -> Path:
-    """A folder with a model of the family; `config` overrides what its config.json says."""
+    """Write a folder with a model of the family. `config` overrides values of its config.json."""
     path.mkdir(parents=True, exist_ok=True)
     written = _COMMON | FAMILIES[family] | config
     (path / "config.json").write_text(json.dumps(written, indent=2))
@@ -106,7 +107,7 @@ def write_tiny_mlx(path: Path, family: str = "llama", *, seed: int = 0, **config
 
 
 def write_tiny_adapter(path: Path, model: Path, *, seed: int = 0) -> Path:
-    """A LoRA adapter for a model as `mlx_lm.lora` writes it, with weights that matter."""
+    """Write a LoRA adapter like `mlx_lm.lora`, with weights that change the answers."""
     about = {"rank": 4, "scale": 10.0, "dropout": 0.0}
     settings = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": about}
     trained, _ = load_model(model)
@@ -125,7 +126,7 @@ def write_tiny_adapter(path: Path, model: Path, *, seed: int = 0) -> Path:
 
 
 def write_tokenizer(path: Path) -> None:
-    """Bytes, three control tokens and one merge, as `TinyModel` writes them into a GGUF file."""
+    """Write bytes, three control tokens and one merge, like `TinyModel` does for GGUF."""
     spelled = [spelling(byte).decode() for byte in range(256)]
     vocabulary = [*CONTROL, *spelled, MERGED.decode()]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
@@ -153,8 +154,10 @@ def added_token(token: int, content: str, *, special: bool = True) -> dict[str, 
 
 
 def _random_weights(config: dict[str, Any], seed: int) -> dict[str, mx.array]:
-    """Matrices from the seed, so large that answers vary; vectors as the model has them before
-    training, and the state space's own matrix likewise."""
+    """Draw matrices from the seed, large enough that answers vary.
+
+    Vectors and the matrix of the state space keep their initial values.
+    """
     random = np.random.default_rng(seed)
     module = import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))
@@ -166,8 +169,8 @@ def _drawn(name: str, value: mx.array, random: np.random.Generator) -> mx.array:
     if value.ndim < 2 or name.endswith("A_log"):
         return mx.ones(value.shape) if name.endswith(".bias") else value
     columns = int(np.prod(value.shape[1:]))
-    scale = 0.25 if "embed" in name else columns**-0.5  # more, and answers repeat the last token
+    scale = 0.25 if "embed" in name else columns**-0.5  # with more, answers repeat the last token
     drawn = (random.standard_normal(value.shape) * scale).astype(np.float32)
     if name == "lm_head.weight":
-        drawn[: len(CONTROL)] = drawn[len(CONTROL) + 128 :] = 0  # it writes ASCII and nothing else
+        drawn[: len(CONTROL)] = drawn[len(CONTROL) + 128 :] = 0  # it writes only ASCII
     return mx.array(drawn)

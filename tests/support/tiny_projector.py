@@ -1,5 +1,8 @@
-"""Tiny random projectors for the tiny models: LLaVA's kind, Gemma's, whose vectors see each other
-and have tokens around them, and Qwen-VL's, whose vectors have places in rows and columns."""
+"""Writes tiny random projectors for the tiny models.
+
+There are LLaVA's kind, Gemma's with bidirectional attention and tokens around a picture, and Qwen-
+VL's with positions in rows and columns.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ VIT_WIDTH, VIT_HIDDEN, VIT_HEADS, VIT_LAYERS, PATCH = 32, 64, 2, 1, 8
 
 
 def write_llava_projector(path: Path, *, seed: int = 0, width: int = WIDTH) -> Path:
-    """A vector for each of 4 x 4 patches."""
+    """One vector for each of 4 x 4 patches."""
     writer = _Writer(path, "mlp", pixels=32, seed=seed)
     writer.file.add_array("clip.vision.feature_layer", [VIT_LAYERS])
     writer.linear("mm.0", VIT_WIDTH, width)
@@ -24,7 +27,8 @@ def write_llava_projector(path: Path, *, seed: int = 0, width: int = WIDTH) -> P
 
 
 def write_gemma3_projector(path: Path, *, seed: int = 0) -> Path:
-    """A vector for each of 10 x 10 squares of 2 x 2 patches: more than a canonical step."""
+    """One vector for each of 10 x 10 squares of 2 x 2 patches, which is more than a prefill
+    chunk."""
     writer = _Writer(path, "gemma3", pixels=160, seed=seed)
     writer.file.add_uint32("clip.vision.projector.scale_factor", 2)
     writer.matrix("mm.input_projection.weight", VIT_WIDTH, WIDTH)
@@ -33,7 +37,7 @@ def write_gemma3_projector(path: Path, *, seed: int = 0) -> Path:
 
 
 def write_idefics3_projector(path: Path) -> Path:
-    """SmolVLM's kind: a large picture is cut into tiles of 32 x 32 pixels."""
+    """Like SmolVLM, which splits a large picture into tiles of 32 x 32 pixels."""
     writer = _Writer(path, "idefics3", pixels=32, seed=0)
     writer.file.add_uint32("clip.vision.projector.scale_factor", 2)
     writer.file.add_uint32("clip.vision.preproc_image_size", 64)
@@ -42,7 +46,7 @@ def write_idefics3_projector(path: Path) -> Path:
 
 
 def write_qwen2vl_projector(path: Path, *, width: int = WIDTH) -> Path:
-    """A vector for each square of 2 x 2 patches of a picture of any shape, 8 at least."""
+    """One vector per square of 2 x 2 patches, at least 8, for pictures of any shape."""
     writer = _Writer(path, "qwen2vl_merger", pixels=32, seed=0, has_positions=False)
     writer.kernel("v.patch_embd.weight.1")
     writer.linear("mm.0", 4 * VIT_WIDTH, 4 * VIT_WIDTH)
@@ -51,7 +55,7 @@ def write_qwen2vl_projector(path: Path, *, width: int = WIDTH) -> Path:
 
 
 class _Writer:
-    """A vision transformer of one layer; the rest is the kind's own."""
+    """A vision transformer with one layer. Subclasses and callers add the rest."""
 
     def __init__(
         self, path: Path, kind: str, *, pixels: int, seed: int, has_positions: bool = True

@@ -1,4 +1,4 @@
-"""Tiny random models with M-RoPE, in which a token's position is three numbers: Qwen-VL's kinds."""
+"""Writes tiny random models with M-RoPE, where a position is three numbers, like Qwen-VL."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 
 from tests.support.tiny import HEAD_WIDTH, HEADS, KV_HEADS, WIDTH, TinyModel
 
-DEEP_LAYERS = 1  # of Qwen3-VL, that have vectors of their own
+DEEP_LAYERS = 1  # layers of Qwen3-VL that get their own part of a vector
 
 
 def write_qwen2vl(path: Path, *, layers: int = 2, head_width: int = HEAD_WIDTH) -> Path:
-    """Full attention."""
+    """A model with full attention."""
     model = _model(path, "qwen2vl", layers, head_width)
     for layer in range(layers):
         block = f"blk.{layer}."
@@ -26,7 +26,7 @@ def write_qwen2vl(path: Path, *, layers: int = 2, head_width: int = HEAD_WIDTH) 
 
 
 def write_qwen3vl(path: Path, *, layers: int = 2, head_width: int = HEAD_WIDTH) -> Path:
-    """A picture's vectors are as wide as several layers, each of which takes its part."""
+    """The vectors of a picture contain a part for each of several layers."""
     model = _model(path, "qwen3vl", layers, head_width)
     model.number("n_deepstack_layers", DEEP_LAYERS)
     for layer in range(layers):
@@ -40,7 +40,8 @@ def write_qwen3vl(path: Path, *, layers: int = 2, head_width: int = HEAD_WIDTH) 
 
 
 def write_qwen35(path: Path, *, layers: int = 4, head_width: int = HEAD_WIDTH) -> Path:
-    """Hybrid: a gated delta net (its state cannot be truncated), attention in every other layer."""
+    """A hybrid model: a gated delta net, whose state cannot be truncated, and attention in every
+    other layer."""
     state, key_heads, value_heads, kernel = 16, 2, 4, 4
     inner = state * value_heads
     model = _model(path, "qwen35", layers, head_width)

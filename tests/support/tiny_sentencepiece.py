@@ -1,4 +1,4 @@
-"""A tiny SentencePiece vocabulary, as a GGUF file and as a model folder's tokenizer.json."""
+"""Writes a tiny SentencePiece vocabulary as a GGUF file and as a tokenizer.json."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKENS = [
 
 
 def write_sentencepiece_gguf(path: Path, *, space_in_front: bool) -> Path:
-    """The vocabulary alone, without a model."""
+    """Write only the vocabulary, without a model."""
     kind = gguf.TokenType
     kinds = [kind.UNKNOWN, *[kind.CONTROL] * len(CONTROL), *[kind.BYTE] * 256]
     kinds += [kind.NORMAL] * (len(TOKENS) - len(kinds))
@@ -53,7 +53,7 @@ def write_sentencepiece_gguf(path: Path, *, space_in_front: bool) -> Path:
 
 
 def write_sentencepiece_folder(folder: Path, *, space_in_front: bool) -> Path:
-    """tokenizer.json as converters of such vocabularies write it."""
+    """Write tokenizer.json like the converters of such vocabularies."""
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = [{"type": "Prepend", "prepend": SPACE}] if space_in_front else []
     decoders = [

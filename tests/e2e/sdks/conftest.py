@@ -1,4 +1,4 @@
-"""The server that suites of SDKs ask, and which tests of LangChain it is not asked."""
+"""Starts the server for the SDK suites, and skips some of LangChain's tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.support.server import Server, running
 
 @pytest.fixture(scope="session", autouse=True)
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """LangChain's suite makes models wherever it likes, which find it by their environment. Answers
-    are compared: none may depend on what was computed before."""
+    """LangChain's suite creates its models itself, and they find the server by environment
+    variables. Its tests compare answers, so no answer may depend on earlier requests."""
     folder = tmp_path_factory.mktemp("server")
     with (
         running(write_ending(folder / "tiny.gguf"), folder, "--exact") as started,

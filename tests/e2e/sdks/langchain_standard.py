@@ -1,4 +1,4 @@
-"""LangChain's standard tests of its three chat models that can talk to us."""
+"""Runs LangChain's standard tests with its three chat models that can use this server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TestChatOpenAI(Standard):
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
-        # Usage in a stream is asked for by default only of OpenAI's own host.
+        # By default the client asks for streamed usage only at OpenAI's own host.
         return {"model": MODEL, "seed": SEED, "api_key": KEY, "stream_usage": True}
 
 

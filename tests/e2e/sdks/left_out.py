@@ -1,4 +1,4 @@
-"""Which of LangChain's standard tests a tiny model cannot pass, or nobody can here, and why."""
+"""Lists the standard tests of LangChain that cannot pass here, with reasons."""
 
 from __future__ import annotations
 
@@ -42,6 +42,6 @@ LEFT_OUT = {
 
 
 def reason_for(test: str) -> str | None:
-    """`file::class::test[parameters]`."""
+    """The key has the format `file::class::test[parameters]`."""
     *_, suite, name = test.partition("[")[0].split("::")
     return LEFT_OUT.get(suite, {}).get(name)

@@ -1,4 +1,4 @@
-"""LiteLLM by the providers that can talk to us."""
+"""Uses LiteLLM with each provider that can talk to this server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.server import Server
 
 OPENAI, VLLM, ANTHROPIC = "openai/tiny", "hosted_vllm/tiny", "anthropic/tiny"
 OLLAMA, OLLAMA_CHAT = "ollama/tiny", "ollama_chat/tiny"
-EXACT_TOKENS = 64  # exact answers reuse whole steps
+EXACT_TOKENS = 64  # exact answers reuse only whole prefill chunks
 WITH_V1 = (OPENAI, VLLM)
 QUESTION = [{"role": "user", "content": "Where is the harbour, and who keeps its light?"}]
 COUNT = {
@@ -94,6 +94,6 @@ def test_a_model_that_is_not_served_is_not_found(model: str, server: Server) -> 
 
 
 def test_a_model_is_described(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks `/api/show` by `name`, where others say `model`."""
+    """LiteLLM sends `name` to `/api/show`, where others send `model`."""
     monkeypatch.setenv("OLLAMA_API_BASE", server.url)
     assert litellm.get_model_info(OLLAMA)["max_tokens"] == 8192

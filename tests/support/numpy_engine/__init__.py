@@ -1,5 +1,8 @@
-"""A small but real engine in NumPy, which the runtime finds as it would any from outside:
-`REKINDLE_ENGINE_MODULE=tests.support.numpy_engine`."""
+"""A small but real engine in NumPy.
+
+The runtime finds it like any external engine, by
+`REKINDLE_ENGINE_MODULE=tests.support.numpy_engine`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The engine protocol over the NumPy transformer; a block is the KV rows of its tokens."""
+"""Implements the engine protocol with the NumPy transformer.
+
+A block holds the KV rows of its tokens.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ Place = tuple[bool, KvType, int]  # of a sequence: whether it is exact, its KV t
 
 
 def _kept(values: Array) -> Array:
-    """Values as 8-bit cells hold them."""
+    """Round values as the 8-bit KV type does."""
     return np.asarray(np.clip(np.round(values * SCALE), -127, 127) / SCALE, np.float32)
 
 
@@ -139,7 +142,7 @@ class NumpySequences:
         return self._rows[_place(sequence)][: sequence.length]
 
     def grow(self, sequence: Sequence, tokens: int) -> Array:
-        """The sequence's rows with so many more at the end, whose values are still to be set."""
+        """The rows of the sequence with this many more at the end, not yet set."""
         held, stop = self._held(sequence), sequence.length + tokens
         if stop > len(self._rows[_place(sequence)]):
             wider = self._empty(2 * stop)
@@ -207,8 +210,6 @@ class NumpyEngine:
             kv=layouts,
             modalities=frozenset({"text", "image"}),
         )
-
-    # -- computing -----------------------------------------------------------------------------
 
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None

@@ -1,8 +1,8 @@
-"""A transformer whose weights are drawn from a seed.
+"""A transformer whose weights come from a seed.
 
-Every sum is one row's own, over one axis and in a fixed order, so a token's state depends on the
-tokens before it alone: not on how a prompt is divided into steps, nor on what else is in one. BLAS
-promises nothing of the kind.
+Every sum runs over one axis of one row in a fixed order. The state of a token therefore depends
+only on the tokens before it, and not on how a prompt is split into steps or on the rest of a batch.
+BLAS does not guarantee this.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from rekindle.errors import ModelError
 Array = np.ndarray[Any, np.dtype[np.float32]]
 
 WIDTH, HIDDEN, HEADS, HEAD_WIDTH = 32, 64, 2, 8
-SHARPNESS = np.float32(4)  # of attention: answers depend on much more than the last token
+SHARPNESS = np.float32(4)  # scale of attention; answers then depend on more than the last token
 FORMAT = "tinynp 1"
 ABOVE_ASCII = -20.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """What a model file says."""
+    """The content of a model file."""
 
     seed: int
     layers: int
@@ -77,7 +77,7 @@ class TinyTransformer:
         self._embedding = matrix(vocabulary_size, WIDTH)
         self._output = matrix(vocabulary_size, WIDTH)
         self._bias = np.zeros(vocabulary_size, np.float32)
-        self._bias[-128:] = ABOVE_ASCII  # bytes above ASCII, so that it writes whole characters
+        self._bias[-128:] = ABOVE_ASCII  # no bytes above ASCII, so that it writes whole characters
         self._layers = [
             _Layer(
                 query=matrix(inner, WIDTH) * SHARPNESS,
@@ -93,7 +93,7 @@ class TinyTransformer:
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """The KV row of one token: keys and values of each layer."""
+        """The shape of the KV row of one token: keys and values of each layer."""
         return (len(self._layers), 2, HEADS, HEAD_WIDTH)
 
     def embedded(self, tokens: Seq[int]) -> Array:
@@ -102,8 +102,8 @@ class TinyTransformer:
     def forward(
         self, hidden: Array, rows: Array, kept: Callable[[Array], Array] = lambda row: row
     ) -> Array:
-        """The last hidden state of each token, from its first; their KV rows become the end of
-        `rows`, as far as cells keep them."""
+        """Return the last hidden state of each token, and append their KV rows to `rows` in the
+        precision of the KV type."""
         count = len(hidden)
         start = len(rows) - count
         for number, layer in enumerate(self._layers):
@@ -123,12 +123,12 @@ class TinyTransformer:
         return _normalised(hidden)
 
     def logits(self, hidden: Array) -> Array:
-        """Of one token, from its last hidden state."""
+        """The logits of one token, from its last hidden state."""
         [row] = _linear(self._output, hidden[None])
         return np.asarray(row + self._bias, np.float32)
 
     def _rotated(self, heads: Array, start: int) -> Array:
-        """Rotary position embedding of tokens from position `start` on."""
+        """Apply rotary position embeddings, starting at position `start`."""
         stop = start + len(heads)
         cosines, sines = self._cosines[start:stop, None], self._sines[start:stop, None]
         one, other = heads[..., : HEAD_WIDTH // 2], heads[..., HEAD_WIDTH // 2 :]
@@ -143,7 +143,10 @@ def _rotations(positions: int) -> tuple[Array, Array]:
 
 
 def _linear(weights: Array, rows: Array) -> Array:
-    """Each row times the matrix; a sum over the last axis does not depend on its neighbours."""
+    """Multiply each row with the matrix.
+
+    The sum over the last axis does not depend on other rows.
+    """
     product: Array = (rows[:, None, :] * weights).sum(axis=-1)
     return product
 
@@ -154,7 +157,7 @@ def _normalised(rows: Array) -> Array:
 
 
 def _attend(query: Array, seen: Array) -> Array:
-    """One token's attention over all positions up to its own."""
+    """Attention of one token over all positions up to its own."""
     keys, values = seen[:, 0], seen[:, 1]
     scores = (keys * query).sum(axis=-1) * np.float32(HEAD_WIDTH**-0.5)
     weights = np.exp(scores - scores.max(axis=0))

@@ -1,4 +1,4 @@
-"""Bytes and three control tokens, with a ChatML template."""
+"""A tokenizer of bytes and three control tokens, with a ChatML template."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Pictures of coloured shapes, and what `smollm2-shapes` answers about them.
+"""Provides pictures of coloured shapes, and the answers of `smollm2-shapes` about them.
 
-`tools/projector/make_samples.py` drew them. A question's margin is how sure the model was: those of
-3 and more are answered alike by every build.
+`tools/projector/make_samples.py` drew them. The margin of a question says how sure the model is.
+Every build gives the same answer if the margin is at least 3.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _read() -> Any:
 
 
 def questions(margin: float = SURE) -> list[Question]:
-    """Each about one picture."""
+    """Questions about one picture each."""
     every = [
         Question(each["file"], **item) for each in _read()["pictures"] for item in each["questions"]
     ]
@@ -37,7 +37,7 @@ def questions(margin: float = SURE) -> list[Question]:
 
 
 def conversations() -> list[list[dict[str, Any]]]:
-    """Turns, each with its `images`, what to `ask` and what to `expect`."""
+    """Turns with their `images`, the question to `ask` and the answer to `expect`."""
     return [each["turns"] for each in _read()["conversations"]]
 
 
@@ -47,6 +47,6 @@ def data_url(file: str) -> str:
 
 
 def asking(ask: str, *files: str) -> dict[str, Any]:
-    """A user's message: the pictures, then the question."""
+    """A user message with the pictures and the question."""
     images = [{"type": "image_url", "image_url": {"url": data_url(file)}} for file in files]
     return {"role": "user", "content": [*images, {"type": "text", "text": ask}]}
