@@ -25,7 +25,7 @@ from rekindle.protocol.admin import (
     Validate,
 )
 from rekindle.protocol.events import Failed
-from rekindle.protocol.frames import DeviceInfo, LogLine, Ready, ToFront, TurnRequest
+from rekindle.protocol.frames import DeviceInfo, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
@@ -51,6 +51,7 @@ class _Tick:
 
 
 _Message = Turn | _ReadyAdmin | Cancel | _Tick | TierEvent
+_Encoded = Turn | Failed | _ReadyAdmin | AdminReply
 
 
 class RuntimeProcess(ModelProcess[_Message]):
@@ -59,21 +60,21 @@ class RuntimeProcess(ModelProcess[_Message]):
         self._background = Background()
         check_names(*formats(load.settings))  # fail before the slow part
         budgets = choose_budgets(load)
-        engine = load_model(load, budgets.ram_bytes, self.send)
+        engine = load_model(load, budgets.ram_bytes, self.link.send)
         check_kv_bits(engine.capabilities, load.settings.kv_bits)
         storage = open_storage(
             load,
             budgets,
             engine.capabilities,
             self._inbox.put,
-            self.send,
+            self.link.send,
             engine.sequences.allocate,
         )
         self._runtime: Runtime = build(
             engine,
             storage,
             emit=self.emit,
-            log=self.send,
+            log=self.link.send,
             is_undisturbed=self._is_undisturbed,
         )
         self.tokenisation = Tokenisation(
@@ -121,15 +122,6 @@ class RuntimeProcess(ModelProcess[_Message]):
             conversations=storage.conversations,
         )
 
-    def send(self, message: ToFront) -> None:
-        self.link.send(message)
-
-    def _reply(self, request: AdminRequest, result: AdminResult | ServerError) -> None:
-        if isinstance(result, ServerError):
-            self.send(AdminReply(request.id, error=result.info))
-        else:
-            self.send(AdminReply(request.id, result))
-
     def _receive(self, message: TurnRequest | AdminRequest | Cancel, size_bytes: int) -> None:
         match message:
             case GenerateRequest():
@@ -144,9 +136,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             case _:
                 raise AssertionError("this model makes no vectors")
 
-    def _encode_turns(
-        self, request: GenerateRequest, stopwatch: Stopwatch
-    ) -> Sequence[Turn | Failed | _ReadyAdmin | AdminReply]:
+    def _encode_turns(self, request: GenerateRequest, stopwatch: Stopwatch) -> Sequence[_Encoded]:
         """Encode a request into its turns, or into errors for them. Runs on an encoder thread."""
         try:
             return self._runtime.pipeline.encode_choices(request, stopwatch)
@@ -154,9 +144,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             failure = as_server_error(error, "encoding the prompt").info
             return [Failed(turn, failure) for turn in request.turns]
 
-    def _encode_admin(
-        self, request: AdminRequest
-    ) -> Sequence[Turn | Failed | _ReadyAdmin | AdminReply]:
+    def _encode_admin(self, request: AdminRequest) -> Sequence[_Encoded]:
         """Encode the prompt of an admin request. Runs on an encoder thread."""
         assert isinstance(request.op, Validate | IndexPrompt)
         try:
@@ -203,15 +191,19 @@ class RuntimeProcess(ModelProcess[_Message]):
 
     def _administer(self, request: AdminRequest, prompt: EncodedPrompt | None) -> Pieces[None]:
         """Answer an admin request. Its failure must not end the process and the running turns."""
-        reply = partial(self._reply, request)
+
+        def reply(result: AdminResult) -> None:
+            self.link.send(AdminReply(request.id, result))
+
         try:
             yield from self._runtime.admin.answer(request, prompt, reply)
         except ServerError as error:
-            self._reply(request, error)
+            self.link.send(AdminReply(request.id, error=error.info))
         except Exception as error:
             line = f"an admin request failed: {error!r}"
-            self.send(LogLine("error", line, request.request_id))
-            self._reply(request, ServerError("the request failed; see the log"))
+            self.link.send(LogLine("error", line, request.request_id))
+            failure = ServerError("the request failed; see the log").info
+            self.link.send(AdminReply(request.id, error=failure))
 
     def tick(self) -> None:
         """Request upkeep every minute, on a thread of its own."""
