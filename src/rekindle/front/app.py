@@ -27,7 +27,8 @@ from rekindle.api.ollama import embed as ollama_embed
 from rekindle.api.ollama import models as ollama_models
 from rekindle.api.ollama import routes as ollama
 from rekindle.api.ollama.reply import OLLAMA_ERRORS, speaks_ollama
-from rekindle.api.openai import chat, completions, embeddings, models
+from rekindle.api.openai import embeddings
+from rekindle.api.openai import routes as openai
 from rekindle.api.rerank import routes as rerank
 from rekindle.api.responses import conversations
 from rekindle.api.responses import routes as responses
@@ -58,8 +59,6 @@ log = logging.getLogger("rekindle.api")
 #: path under /v1/cache is a cache key, and Anthropic's list of models, which is for clients that
 #: send `anthropic-version`, comes before OpenAI's.
 ROUTERS = (
-    chat.router,
-    completions.router,
     embeddings.router,
     rerank.router,
     responses.router,
@@ -70,7 +69,7 @@ ROUTERS = (
     ollama_models.router,
     ollama_embed.router,
     ollama_models.pull_router,
-    models.router,
+    openai.router,
     tokens.props_router,
     prepare.router,
     files.router,

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from rekindle.api.base import fields as validation
-from rekindle.api.base.images import has_media, load_pictures
+from rekindle.api.base.images import load_media
 from rekindle.api.base.models import ServedModels
+from rekindle.api.base.request import RequestBuilder
 from rekindle.api.base.turns import Turns
 from rekindle.api.openai.request import chat_requests
 from rekindle.api.openai.schema import ChatRequest
@@ -211,12 +212,10 @@ class EmbeddedServer:
     async def _generate(self, request: ChatRequest, texts: Texts) -> None:
         try:
             runtime = self._models.runtime(request.model)
-            illustrated = None
-            if has_media(request.messages):
-                illustrated = await load_pictures(
-                    self._media, runtime, request.messages, request.resize, OPEN_SALT
-                )
-            requests = chat_requests(request, self._config, OPEN_SALT, illustrated)
+            chat = await load_media(
+                self._media, runtime, request.messages, request.resize, OPEN_SALT
+            )
+            requests = chat_requests(request, RequestBuilder(self._config, OPEN_SALT), chat)
             with contextlib.closing(Turns(runtime, requests)) as turns:
                 while turns.open:
                     _, event = await turns.next()

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.api.base.fields import MOST_CHARACTERS
-from rekindle.api.base.messages import MOST_PARTS
+from rekindle.api.base.fields import MAX_CHARACTERS, MAX_ITEMS
 from rekindle.api.base.signature import seal, sign
 from tests.api.anthropic.asking import LOOK, TOOL, messages_sent, refused, requested
 
@@ -159,15 +158,15 @@ def test_a_deferred_tool_is_described_once_however_often_it_is_referred_to() -> 
 
 
 def test_all_that_a_tool_returned_is_counted() -> None:
-    many = [result([text("")] * (MOST_PARTS // 2))] * 2
+    many = [result([text("")] * (MAX_ITEMS // 2))] * 2
     assert "content parts" in refused(messages=[USER, CALL, {"role": "user", "content": many}])
-    long = [result("x" * (MOST_CHARACTERS // 2))] * 2
+    long = [result("x" * (MAX_CHARACTERS // 2))] * 2
     message = {"role": "user", "content": long}
     assert "characters of text" in refused(messages=[USER, CALL, message])
 
 
 def test_thinking_that_is_packed_is_counted_over_the_whole_request() -> None:
-    packed = seal("x" * (MOST_CHARACTERS // 2 + 1))
+    packed = seal("x" * (MAX_CHARACTERS // 2 + 1))
     block = {"type": "thinking", "thinking": "", "signature": packed}
     reply = {"role": "assistant", "content": [block]}
     assert len(messages_sent(USER, reply, USER)) == 3
@@ -210,7 +209,7 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
         (17, "takes a string, or a list of content blocks"),
         ([{"type": "image", "source": {"type": "base64", "data": ""}}], "block 0: `media_type`"),
         ([{"type": "document", "source": {"type": "base64", "data": "x"}}], "block 0"),
-        ([CALL["content"][0]], "'tool_use' stand in messages of the role 'assistant'"),
+        ([CALL["content"][0]], "'tool_use' belong in messages of the role 'assistant'"),
     ],
 )
 def test_what_is_no_content_is_refused_with_its_place(content: Any, reason: str) -> None:

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.api.base.fields import TextAllowance
+from rekindle.api.base.fields import TextBudget
 from rekindle.api.base.signature import PIECE_BYTES, seal, sign, signed_text
 from rekindle.errors import BadRequest
 
 
 def opened(text: str, signature: str) -> str | None:
-    return signed_text(text, signature, TextAllowance())
+    return signed_text(text, signature, TextBudget())
 
 
 @given(st.text(), st.text())
@@ -49,7 +49,7 @@ def bomb(size_bytes: int) -> str:
 
 
 def test_what_is_damaged_counts_as_well() -> None:
-    allowance, damaged = TextAllowance(3 * PIECE_BYTES), seal("x" * (PIECE_BYTES // 2))[:-8]
+    allowance, damaged = TextBudget(3 * PIECE_BYTES), seal("x" * (PIECE_BYTES // 2))[:-8]
     damaged += "AAAAAAA="  # another checksum
     assert signed_text("", damaged, allowance) is None
     assert signed_text("", damaged, allowance) is None
@@ -59,7 +59,7 @@ def test_what_is_damaged_counts_as_well() -> None:
 
 def test_what_is_unpacked_counts_for_the_whole_request() -> None:
     """Whether it is a text of ours or not."""
-    allowance = TextAllowance(1_000_000)
+    allowance = TextBudget(1_000_000)
     assert len(bomb(600_000)) < 2000
     assert signed_text("", bomb(600_000), allowance) is None
     with pytest.raises(BadRequest, match="characters of text"):

@@ -131,7 +131,7 @@ async def arrived(*script: Step) -> list[list[Event]]:
     groups: list[list[Event]] = []
     with contextlib.suppress(ReportedError):
         while turns.open:
-            groups.append([event for _, event in await turns.arrived()])
+            groups.append([event for _, event in await turns.collect()])
     return groups
 
 
@@ -150,18 +150,18 @@ def test_a_stream_that_is_over_is_let_go_of_without_a_collector() -> None:
     """It has the whole request."""
 
     class Stream:
-        def __init__(self, turns: Turns) -> None:
-            self.turns = turns
+        def __init__(self) -> None:
+            request = GenerateRequest(
+                turn=0, prompt="x", sampling=SamplingParams(), max_tokens=None
+            )
+            self.turns = Turns(ScriptedRuntime(SCRIPT), [request], on_delta=self.on_delta)
 
-        def on_part(self, _index: int, _delta: Delta) -> bool:
+        def on_delta(self, _index: int, _delta: Delta) -> bool:
             return True
 
     async def stream() -> weakref.ref[Stream]:
-        request = GenerateRequest(turn=0, prompt="x", sampling=SamplingParams(), max_tokens=None)
-        turns = Turns(ScriptedRuntime(SCRIPT), [request])
-        made = Stream(turns)
-        turns.on_part = made.on_part
-        turns.close()
+        made = Stream()
+        made.turns.close()
         return weakref.ref(made)
 
     gc.disable()

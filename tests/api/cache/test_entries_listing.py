@@ -87,4 +87,4 @@ def test_the_interface_says_how_to_page() -> None:
     listing = many().get("/openapi.json").json()["paths"]["/v1/cache"]["get"]
     parameters = {each["name"]: each for each in listing["parameters"]}
     assert parameters["limit"]["schema"]["maximum"] == 1000
-    assert "`next` of the page before" in parameters["after"]["description"]
+    assert "`next` of the previous page" in parameters["after"]["description"]

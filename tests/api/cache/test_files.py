@@ -154,7 +154,7 @@ def test_other_routes_take_no_body_of_any_size() -> None:
 def test_too_slow_an_upload_and_one_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LIMITS", BodyLimits(timeout_s=-1e9))
     assert upload(front(Files())).status_code == 408
-    monkeypatch.setattr(files, "MOST_TRANSFERS", 0)
+    monkeypatch.setattr(files, "MAX_TRANSFERS", 0)
     assert upload(front(Files())).status_code == 429
 
 
@@ -196,7 +196,7 @@ def test_a_tenant_has_one_file_on_its_way_until_it_is_sent_or_its_client_left(go
 
 
 def test_an_export_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "TRANSFER_S", 0.05)
+    monkeypatch.setattr(files, "MAX_TRANSFER_S", 0.05)
     (tmp_path / "state").write_bytes(CONTENT)
 
     async def unread(_message: Any) -> None:
@@ -213,5 +213,5 @@ def test_an_export_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def test_an_upload_ends_after_an_hour_however_fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "TRANSFER_S", -1.0)
+    monkeypatch.setattr(files, "MAX_TRANSFER_S", -1.0)
     assert upload(front(Files())).status_code == 408

@@ -137,7 +137,7 @@ def test_a_server_that_reuses_nothing_prepares_nothing() -> None:
         ("ttl", -1, "`ttl` takes a number above 0."),
         ("ttl", 10**9, "`ttl` takes a number up to 315360000."),
         ("ttl", "60", "`ttl` takes a number, not a string."),
-        ("ttl", None, "`ttl` takes a number of seconds; null, which is never, needs `pinned: "),
+        ("ttl", None, "`ttl` takes a number of seconds. Null, which means never, needs `pinned: "),
     ],
 )
 def test_a_bad_value_says_what_it_takes(field: str, value: Any, sentence: str) -> None:

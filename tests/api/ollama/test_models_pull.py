@@ -56,7 +56,7 @@ def test_what_cannot_be_fetched_is_said(front: Front) -> None:
 
 
 def test_a_machines_disk_is_its_operators(front: Front) -> None:
-    assert "admin's key" in pull(front, "user", model="smollm2")[0]["error"]
+    assert "admin key" in pull(front, "user", model="smollm2")[0]["error"]
 
 
 def test_one_model_is_pulled_at_a_time(front: Front) -> None:

@@ -100,7 +100,7 @@ def test_tool_call_deltas_carry_their_index_and_whole_arguments() -> None:
 def test_a_stream_is_not_silent_while_arguments_are_generated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("rekindle.api.ollama.reply.SIGN_OF_LIFE_S", -1.0)
+    monkeypatch.setattr("rekindle.api.ollama.reply.OllamaReply.max_silence_s", -1.0)
     front = Front(ScriptedRuntime(calling(("weather", '{"city": "Rome"}'))))
     signs = [each for each in lines(chat(front)) if "tool_calls" not in each["message"]]
     assert len(signs) > 2
@@ -214,7 +214,7 @@ def test_what_is_wrong_is_named_in_ollamas_shape(fields: Any, message: str) -> N
     ("fields", "message"),
     [
         ({"suffix": "x"}, "filling in the middle"),
-        ({"template": "x"}, "the model has one"),
+        ({"template": "x"}, "the model's own chat template is always used"),
         ({"raw": True, "images": [b64encode(b"x").decode()]}, "use /api/chat"),
         ({"context": [-1]}, "`context` takes"),
         ({"context": ["a"]}, "context"),

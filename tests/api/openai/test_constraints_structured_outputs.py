@@ -94,7 +94,7 @@ def test_an_empty_field_asks_for_nothing(field: str, value: Any) -> None:
         (
             "guided_whitespace_pattern",
             " ?",
-            "white space of your own in JSON is not supported: remove `guided_whitespace_pattern`",
+            "a whitespace pattern for JSON is not supported: remove `guided_whitespace_pattern`",
         ),
         (
             "grammar_lazy",

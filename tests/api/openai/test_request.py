@@ -287,8 +287,8 @@ def test_a_server_may_be_set_to_continue_as_llama_cpp_does() -> None:
     [
         ({"add_generation_prompt": True}, "cannot both be true"),
         ({"messages": BEGUN[:1]}, "needs a last message of the assistant"),
-        ({"messages": [{**REPLY, "content": None, "tool_calls": [CALL]}]}, "calls no tools"),
-        ({"messages": [{**REPLY, "tool_calls": [CALL]}]}, "calls no tools"),
+        ({"messages": [{**REPLY, "content": None, "tool_calls": [CALL]}]}, "no tool calls"),
+        ({"messages": [{**REPLY, "tool_calls": [CALL]}]}, "no tool calls"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], sentence: str) -> None:

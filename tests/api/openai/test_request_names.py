@@ -214,7 +214,7 @@ def test_a_name_goes_with_one_prompt(fields: dict[str, Any]) -> None:
     answer = Front().complete(prompt=["a", "b"], **fields)
     assert answer.status_code == 400
     assert error(answer)["param"] == next(iter(fields))
-    assert "a name goes with one prompt" in error(answer)["message"]
+    assert "a name belongs to one prompt" in error(answer)["message"]
     assert len(completed(prompt=["a"], **fields)) == 1
     assert len(completed(prompt=[1, 2], **fields)) == 1
 

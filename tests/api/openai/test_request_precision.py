@@ -59,7 +59,7 @@ def test_a_request_says_which_cells_it_wants(
 def test_two_starts_that_differ_are_refused() -> None:
     answer = Front().chat(kv_bits=8, kv_quantization_start=1, quantized_kv_start=2)
     assert answer.status_code == 400
-    assert "another name of `kv_quantization_start`" in error(answer)["message"]
+    assert "alias of `kv_quantization_start`" in error(answer)["message"]
 
 
 @pytest.mark.parametrize(

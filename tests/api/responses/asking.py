@@ -87,8 +87,8 @@ Act = Callable[[httpx.AsyncClient, str], Awaitable[httpx.Response]]
 
 
 def interrupted(front: Front, at: str, act: Act) -> tuple[httpx.Response, list[httpx.Response]]:
-    """A stream, and what other requests, of a client and the response's path, are answered right
-    after each such event was sent and before the next one is."""
+    """Return a stream, and the answers to other requests, which `act` sends with the response's
+    path after each chunk that has such an event and before the next chunk."""
     return asyncio.run(_interrupted(front, at, act))
 
 
@@ -105,7 +105,7 @@ async def _interrupted(
                 body = bytes(message.get("body", b""))
                 if found := re.search(rb'"id":"(resp_[0-9a-f]+)"', body):
                     path = f"{PATH}/{found[1].decode()}"
-                if body.startswith(f"event: {at}\n".encode()):
+                if f"event: {at}\n".encode() in body:
                     answers.append(await act(_client(app), path))
 
             await app(scope, receive, sent)

@@ -14,7 +14,7 @@ from langchain_openai import ChatOpenAI
 from openai.lib.streaming.responses import ResponseTextDeltaEvent
 from pydantic import BaseModel, SecretStr
 
-from rekindle.api.responses.stored import MOST_AT_ONCE
+from rekindle.api.responses.stored import MAX_CONCURRENT
 from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.events import Started
 from tests.api.live import live
@@ -221,4 +221,4 @@ def test_many_responses_at_once_wait_for_each_other() -> None:
     with live(Front(runtime)) as server:
         found = asyncio.run(ask_all(f"{server.url}/v1"))
     assert {each.output_text for each in found} == {"Hello"}
-    assert runtime.most_questions <= MOST_AT_ONCE
+    assert runtime.most_questions <= MAX_CONCURRENT

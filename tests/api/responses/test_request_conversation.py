@@ -98,7 +98,7 @@ def test_packed_reasoning_is_unpacked_and_that_of_others_left_out() -> None:
 
 def test_packed_reasoning_cannot_become_more_than_a_request_may_be() -> None:
     bomb = {"type": "reasoning", "encrypted_content": seal("x" * (4 << 20))}
-    assert "`input` may become at most" in refused(input=[bomb] * 5)
+    assert "`input` may expand to at most" in refused(input=[bomb] * 5)
 
 
 def test_what_a_custom_tool_was_given_is_its_one_argument() -> None:

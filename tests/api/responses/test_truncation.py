@@ -103,7 +103,7 @@ def test_a_long_conversation_is_cut_beside_the_event_loop(monkeypatch: pytest.Mo
 
         monkeypatch.setattr(owner, name, called)
 
-    watched(truncation, "_texts")
+    watched(truncation, "_without_media")
     watched(truncation, "_cuts")
     watched(Conversation, "cut")
     documents = Counting()
@@ -111,4 +111,4 @@ def test_a_long_conversation_is_cut_beside_the_event_loop(monkeypatch: pytest.Mo
     first = answered(front, input=turns(100))["id"]
     answered(front, input="x", previous_response_id=first, truncation="auto")
     assert documents.questions > 1
-    assert threads == {name: {VALIDATORS} for name in ("_texts", "_cuts", "cut")}
+    assert threads == {name: {VALIDATORS} for name in ("_without_media", "_cuts", "cut")}

@@ -1,4 +1,4 @@
-"""Blocks of content in Anthropic's form, as messages and results of tools hold them."""
+"""Defines the content blocks of Anthropic's messages and tool results."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
 )
 
-from rekindle.api.base.fields import fault_among, shallow
+from rekindle.api.base.fields import MAX_ITEMS, explain_items, limit_depth
 
-MOST_BLOCKS = 20_000
-#: What tools of Anthropic's own servers leave in a conversation; there is no such tool here.
+#: Blocks of tools that run on Anthropic's servers. They are left out of the prompt.
 ServerBlock = Literal[
     "server_tool_use",
     "web_search_tool_result",
@@ -35,7 +31,7 @@ ServerBlock = Literal[
 
 
 class CacheControl(BaseModel):
-    """How long what comes before a mark is to be kept. It never touches the prompt."""
+    """Asks to keep the state of everything before it. It does not change the prompt."""
 
     model_config = ConfigDict(strict=True)
 
@@ -86,7 +82,7 @@ class TextSource(BaseModel):
 
 
 class DocumentBlock(Block):
-    """A document of plain text; PDF files are not read."""
+    """A document of plain text. PDF files are not supported."""
 
     type: Literal["document"]
     source: TextSource
@@ -97,11 +93,11 @@ class SearchResultBlock(Block):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Annotated[list[TextBlock], Field(max_length=MOST_BLOCKS, fail_fast=True)]
+    content: Annotated[list[TextBlock], Field(max_length=MAX_ITEMS, fail_fast=True)]
 
 
 class ToolReferenceBlock(Block):
-    """Loads a tool that was deferred: it is described where this block stands."""
+    """Loads a deferred tool. The prompt describes the tool in the place of this block."""
 
     type: Literal["tool_reference"]
     tool_name: str
@@ -122,7 +118,7 @@ class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Annotated[dict[str, Any], AfterValidator(shallow)]
+    input: Annotated[dict[str, Any], AfterValidator(limit_depth)]
 
 
 class UnservedBlock(Block):
@@ -131,22 +127,14 @@ class UnservedBlock(Block):
     type: ServerBlock
 
 
-def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """One sentence about the first block that is wrong, or about what content takes."""
-    try:
-        return handler(value)
-    except ValidationError as error:
-        takes = "takes a string, or a list of content blocks"
-        raise ValueError(fault_among(error, "block", takes)) from None
-
-
+_explained = explain_items("block", "takes a string, or a list of content blocks")
 ResultBlock = Annotated[
     TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | UnservedBlock,
     Field(discriminator="type"),
 ]
 ResultContent = Annotated[
-    str | Annotated[list[ResultBlock], Field(max_length=MOST_BLOCKS, fail_fast=True)],
-    WrapValidator(_explained),
+    str | Annotated[list[ResultBlock], Field(max_length=MAX_ITEMS, fail_fast=True)],
+    _explained,
 ]
 
 
@@ -175,17 +163,17 @@ ContentBlock = Annotated[
     Field(discriminator="type"),
 ]
 Content = Annotated[
-    str | Annotated[list[ContentBlock], Field(max_length=MOST_BLOCKS, fail_fast=True)],
-    WrapValidator(_explained),
+    str | Annotated[list[ContentBlock], Field(max_length=MAX_ITEMS, fail_fast=True)],
+    _explained,
 ]
 SystemContent = Annotated[
-    str | Annotated[list[TextBlock], Field(max_length=MOST_BLOCKS, fail_fast=True)],
-    WrapValidator(_explained),
+    str | Annotated[list[TextBlock], Field(max_length=MAX_ITEMS, fail_fast=True)],
+    _explained,
 ]
 
 
 def as_blocks(content: Any) -> list[Any]:
-    """Content as a list: a string is one block of text, and an empty one none."""
+    """Convert content to a list. A string is one block of text; an empty string has no block."""
     if isinstance(content, str):
         return [TextBlock.model_construct(type="text", text=content)] if content else []
     return content or []

@@ -1,4 +1,4 @@
-"""`cache_control`: how long what a request computes is to be kept at least."""
+"""Implements `cache_control`: lifetimes, usage, message ids and diagnostics."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from rekindle.api.anthropic.blocks import CacheControl, ToolResultBlock, as_bloc
 from rekindle.api.anthropic.schema import MessagesRequest
 from rekindle.protocol.events import CacheReport, Finished, Reason
 
-# ----------------------------------------------------------------------
-# `usage` of a message: what was computed, what was read from the cache, and what was put there.
-
 Lifetime = Literal["5m", "1h"]
 
 
 def input_usage(
     prompt_tokens: int, reused_tokens: int, lifetime: Lifetime | None
 ) -> dict[str, Any]:
-    """Of a prompt, as soon as it is known what is reused. All that is computed is kept; to say so
-    is right only where a client asked for it with a `lifetime`."""
+    """Usage of a prompt, which is known before the first token.
+
+    Everything computed is kept. It counts as created only if the client set a `lifetime`.
+    """
     computed = prompt_tokens - reused_tokens
     created = computed if lifetime else 0
     return {
@@ -38,7 +37,7 @@ def input_usage(
 
 
 def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
-    """Of a whole turn."""
+    """Usage of a whole turn."""
     kept = lifetime if turn.cache.cached_tokens else None
     return {
         **input_usage(turn.prompt_tokens, turn.cache.reused_tokens, kept),
@@ -51,7 +50,7 @@ LIFETIMES_S: dict[Lifetime, float] = {"5m": 300.0, "1h": 3600.0}
 
 
 def lifetime_of(body: MessagesRequest) -> Lifetime | None:
-    """The longest that any mark asks for; None: there is no mark."""
+    """The longest lifetime of all `cache_control` marks, or None without any."""
     marks = {mark.ttl for mark in _marks(body) if mark is not None}
     return "1h" if "1h" in marks else "5m" if marks else None
 
@@ -69,31 +68,25 @@ def _marks(body: MessagesRequest) -> Iterator[CacheControl | None]:
                 yield from (each.cache_control for each in block.blocks)
 
 
-# ----------------------------------------------------------------------
-# Ids of messages: random, and with the model in them that wrote the message.
-
+# An id is PREFIX, MODEL_DIGITS of the model's hash, and 24 random digits.
 PREFIX = "msg_"
 MODEL_DIGITS = 8
-RANDOM_BYTES = 12
 
 
 def new_message_id(model: str) -> str:
-    return f"{PREFIX}{_mark(model)}{secrets.token_hex(RANDOM_BYTES)}"
+    return f"{PREFIX}{_mark(model)}{secrets.token_hex(12)}"
 
 
 def is_of_other_model(message_id: str, model: str) -> bool:
-    """Whether an id of ours is that of another model's message."""
+    """Whether the id is ours, and another model wrote its message."""
     digits = message_id.removeprefix(PREFIX)
-    is_ours = message_id != digits and len(digits) == MODEL_DIGITS + 2 * RANDOM_BYTES
+    is_ours = message_id != digits and len(digits) == MODEL_DIGITS + 24
     return is_ours and not digits.startswith(_mark(model))
 
 
 def _mark(model: str) -> str:
     return blake3(model.encode()).hexdigest()[:MODEL_DIGITS]
 
-
-# ----------------------------------------------------------------------
-# `diagnostics.cache_miss_reason`: what has changed since a message that the client names.
 
 CHANGES = {
     Reason.SYSTEM_CHANGED: "system_changed",
@@ -107,7 +100,10 @@ CHANGES = {
 def diagnostics(
     previous: str | None, model: str, prompt_tokens: int, cache: CacheReport
 ) -> dict[str, Any] | None:
-    """None: nothing has changed but what was added, or there is nothing to compare with."""
+    """Compare the prompt with a previous message of the conversation: why was state not reused?
+
+    Returns None if messages were only added, or if the client names no previous message.
+    """
     if previous is None:
         return None
     missed = {"cache_missed_input_tokens": prompt_tokens - cache.reused_tokens}
@@ -118,7 +114,7 @@ def diagnostics(
     if cache.reason is Reason.FULL_MATCH:
         return None
     change = CHANGES.get(cache.reason)
-    # Nothing has changed, and yet not all of it was there: it was evicted, or was damaged.
+    # The prompt has not changed, but some of its state was evicted or damaged.
     return _reason(change, **missed) if change else _reason("unavailable")
 
 

@@ -1,9 +1,8 @@
-"""A conversation in Anthropic's form as the messages that the runtime renders.
+"""Converts a conversation in Anthropic's form to the messages that templates read.
 
-Each of its messages becomes one message or several: what tools returned stands in the user's
-message there, and is a message of its own here. Marks of `cache_control` are nowhere in it, and a
-text is the same whether it was sent as a string or as a list of one block: so what a client changes
-from turn to turn without meaning anything by it changes nothing.
+A tool result, which is part of a user message in Anthropic's form, becomes a message of its own.
+`cache_control` is dropped, and a string equals a list of one text block. Clients vary both from
+turn to turn, and the prompt must not change with them.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from rekindle.api.anthropic.blocks import (
     as_blocks,
 )
 from rekindle.api.anthropic.schema import InputMessage, PromptFields, Toolbox
-from rekindle.api.base.fields import TextAllowance
+from rekindle.api.base.fields import TextBudget
 from rekindle.api.base.messages import CalledFunction, ImagePart, Message, TextPart, ToolCall
 from rekindle.api.base.signature import signed_text
 from rekindle.errors import BadRequest
 
 SEPARATOR = "\n"  # between blocks of text
-KNOWN_ERRORS = ("error", "<tool_use_error>")  # how results begin that say by themselves that
+KNOWN_ERRORS = ("error", "<tool_use_error>")  # beginnings of results that are clearly errors
 Parts = list[TextPart | ImagePart]
 
 
 def messages_of(body: PromptFields, toolbox: Toolbox) -> list[Message]:
-    """The system prompt first, then all messages in the places they were sent in."""
+    """Render the system prompt, then the messages in their order."""
     rendering = _Rendering(toolbox)
     system = rendering.joined(as_blocks(body.system))
     first = [_message("system", content=system)] if system else []
@@ -44,7 +43,7 @@ def messages_of(body: PromptFields, toolbox: Toolbox) -> list[Message]:
 
 
 def loaded_tools(body: PromptFields, toolbox: Toolbox) -> list[dict[str, Any]]:
-    """The deferred tools that the conversation refers to, or that have to be called."""
+    """The deferred tools that the conversation refers to or `tool_choice` names."""
     named = [body.tool_choice.name] if body.tool_choice and body.tool_choice.name else []
     names = dict.fromkeys([*_references(body.messages), *named])
     return [toolbox.deferred[name] for name in names if name in toolbox.deferred]
@@ -58,12 +57,12 @@ def _references(messages: Sequence[InputMessage]) -> Iterator[str]:
 
 
 class _Rendering:
-    """Of one request's messages."""
+    """Renders the messages of one request."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
-        self._allowance = TextAllowance()
-        self._described: set[str] = set()  # deferred tools that were referred to
+        self._budget = TextBudget()
+        self._described: set[str] = set()  # deferred tools that the prompt already describes
 
     def messages(self, sent: InputMessage) -> Iterator[Message]:
         match sent.role:
@@ -75,7 +74,7 @@ class _Rendering:
                 yield from self._input(sent.blocks)
 
     def _input(self, blocks: Sequence[Any]) -> Iterator[Message]:
-        """What a user wrote and what tools returned, each in its place."""
+        """Split a user message into the user's own words and tool results, in order."""
         for is_result, run in groupby(blocks, lambda each: isinstance(each, ToolResultBlock)):
             if is_result:
                 yield from (self._result(block) for block in run)
@@ -91,7 +90,7 @@ class _Rendering:
         return _message("tool", content=content, tool_call_id=block.tool_use_id)
 
     def _content(self, blocks: Sequence[Any]) -> str | Parts:
-        """One text, unless there are pictures in it."""
+        """Join the blocks to one text, unless there are images."""
         parts = [part for block in blocks if (part := self._part(block)) is not None]
         if any(isinstance(part, ImagePart) for part in parts):
             return parts
@@ -113,14 +112,13 @@ class _Rendering:
                 return self._text_part(self._definition(block.tool_name))
             case ToolUseBlock():
                 raise BadRequest(
-                    "Blocks of type 'tool_use' stand in messages of the role 'assistant'.",
+                    "Blocks of type 'tool_use' belong in messages of the role 'assistant'.",
                     param="messages",
                 )
-        return None  # what servers of Anthropic's left there
+        return None  # a block of Anthropic's servers
 
     def _definition(self, name: str) -> str:
-        """A deferred tool as the beginning of a prompt would describe it, in one line; its name
-        alone where it was described before."""
+        """Describe a deferred tool as JSON in one line. The second time, only name it."""
         tool = self._toolbox.deferred.get(name)
         if tool is None:
             if name in self._toolbox.names or not self._toolbox.names:
@@ -135,7 +133,7 @@ class _Rendering:
         return json.dumps(tool["function"], ensure_ascii=False)
 
     def _reply(self, blocks: Sequence[Any]) -> Message:
-        """A reply; the parts of its text have nothing between them, as it was written."""
+        """Render a reply. The blocks of its text are joined without a separator, as written."""
         calls = [
             ToolCall.model_construct(
                 id=block.id,
@@ -147,7 +145,7 @@ class _Rendering:
         ]
         text = self.joined(blocks, separator="")
         thoughts = (each for each in blocks if isinstance(each, ThinkingBlock))
-        known = (signed_text(each.thinking, each.signature, self._allowance) for each in thoughts)
+        known = (signed_text(each.thinking, each.signature, self._budget) for each in thoughts)
         fields: dict[str, Any] = {"content": text or (None if calls else "")}
         if reasoning := "".join(filter(None, known)):
             fields["reasoning_content"] = reasoning
@@ -157,10 +155,10 @@ class _Rendering:
 
     def joined(self, blocks: Sequence[Any], separator: str = SEPARATOR) -> str:
         texts = (block.text for block in blocks if isinstance(block, TextBlock))
-        return self._allowance.take(separator.join(texts))
+        return self._budget.take(separator.join(texts))
 
     def _text_part(self, text: str) -> TextPart:
-        return _text_part(self._allowance.take(text))
+        return _text_part(self._budget.take(text))
 
 
 def _message(role: str, **fields: Any) -> Message:

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's shape."""
+"""Formats errors as Anthropic's API does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rekindle.errors import ServerError
 from rekindle.http.logs import current_id
 from rekindle.http.responses import ErrorFormat, sse_event
 
-VERSION = "anthropic-version"  # the header that every client of this API sends
+VERSION = "anthropic-version"  # header that every client of this API sends
 ROOT = "/v1/messages"
 TYPES = {
     401: "authentication_error",
@@ -31,7 +31,7 @@ class ErrorDetails(BaseModel):
 
 
 class AnthropicErrorBody(BaseModel):
-    """The body of every error of /v1/messages, for the OpenAPI page."""
+    """The body of an error of /v1/messages, for the OpenAPI document."""
 
     type: Literal["error"]
     error: ErrorDetails
@@ -39,7 +39,7 @@ class AnthropicErrorBody(BaseModel):
 
 
 def speaks_anthropic(path: str, headers: Headers) -> bool:
-    """Whether a request is in this dialect."""
+    """Whether a request expects errors in Anthropic's form."""
     return path == ROOT or path.startswith(f"{ROOT}/") or VERSION in headers
 
 
@@ -55,7 +55,7 @@ def error_body(error: ServerError) -> Mapping[str, Any]:
 
 
 def _message(error: ServerError) -> str:
-    """Clients look for the words about a prompt that is too long, and make it shorter."""
+    """Word a context overflow as Anthropic does: clients look for it and shorten the prompt."""
     if error.tokens is not None and error.limit is not None:
         return f"prompt is too long: {error.tokens} tokens > {error.limit} maximum"
     return str(error)

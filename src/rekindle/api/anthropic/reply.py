@@ -1,23 +1,18 @@
-"""Events of a turn as one message of Anthropic's API, whole or streamed."""
+"""Formats a reply as a message of Anthropic's API, whole or streamed."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import AsyncGenerator
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
 
-from rekindle.api.anthropic.caching import Lifetime, diagnostics, input_usage, usage
+from rekindle.api.anthropic.caching import diagnostics, input_usage, lifetime_of, usage
 from rekindle.api.anthropic.schema import MessagesRequest
-from rekindle.api.base.report import log_line, x_cache
+from rekindle.api.base.reply import Reply, x_cache
 from rekindle.api.base.signature import seal, sign
-from rekindle.api.base.turns import Turns, while_connected, write_on_arrival
-from rekindle.http.middleware import received_s
-from rekindle.http.responses import EventStream, JsonResponse, SignOfLife, sse_event
+from rekindle.http.responses import sse_event
 from rekindle.protocol.events import (
     ArgumentsDelta,
     CacheReport,
@@ -33,16 +28,13 @@ from rekindle.protocol.events import (
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.worker.client import RuntimeClient
 
-# ----------------------------------------------------------------------
-# The content of a reply, block by block, as its parts come.
-
 SseEvent = dict[str, Any]
 
 
 class ReplyContent:
-    """Takes the parts of one reply; gives the events of a stream, and the blocks of a message.
+    """Converts the parts of a reply to stream events, and collects the blocks of the message.
 
-    One block is open at a time, and its index is its place among the blocks.
+    One block is open at a time. Its index is its position among the blocks.
     """
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
@@ -53,7 +45,7 @@ class ReplyContent:
 
     @property
     def blocks(self) -> list[dict[str, Any]]:
-        """All of them, once the last one was closed."""
+        """All blocks. The last one must be closed."""
         assert not self._is_open
         return self._blocks
 
@@ -94,7 +86,7 @@ class ReplyContent:
         return [*events, self._event("content_block_stop")]
 
     def _opened(self, block: dict[str, Any]) -> list[SseEvent]:
-        """What comes before a part of such a block: nothing, if one is open."""
+        """Open a block for a part, unless one of this type is open."""
         if self._is_open and self._blocks[-1]["type"] == block["type"]:
             return []
         return [*self.close(), self._open(block)]
@@ -113,7 +105,7 @@ class ReplyContent:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; of a call that was cut off, all that the model wrote."""
+    """Parse a call's arguments. A call that was cut off has its text as the only argument."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -121,30 +113,22 @@ def _input(arguments: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": value}
 
 
-log = logging.getLogger("rekindle.turn")
-
-PING_S = 10.0  # of silence; clients warn their users after 20
-PING = sse_event("ping", {"type": "ping"})
-
-
-class Answer:
-    """The answer to one HTTP request."""
+class MessageReply(Reply):
+    keep_alive_s = 10.0  # clients warn their users after 20 seconds of silence
 
     def __init__(
         self,
+        http: Request,
         runtime: RuntimeClient,
         request: GenerateRequest,
         body: MessagesRequest,
         message_id: str,
         *,
-        lifetime: Lifetime | None,
-        headers: dict[str, str],
+        headers: Mapping[str, str],
     ) -> None:
-        self._runtime = runtime
-        self._request = request
+        super().__init__(http, runtime, [request], headers=headers)
         self._body = body
-        self._lifetime = lifetime
-        self._headers = headers
+        self._lifetime = lifetime_of(body)
         omitted = body.thinking is not None and body.thinking.display == "omitted"
         self._content = ReplyContent(shows_thinking=not omitted)
         self._message: dict[str, Any] = {
@@ -154,77 +138,36 @@ class Answer:
             "model": runtime.name,
         }
 
-    async def respond(self, http: Request) -> Response:
-        return await (self._streamed(http) if self._body.stream else self._whole(http))
+    def add(self, index: int, part: Part) -> None:
+        self._content.add(part)
 
-    # -- whole ---------------------------------------------------------------------------------
-
-    async def _whole(self, http: Request) -> Response:
-        with contextlib.closing(self._turns(http)) as turns:
-            finished = await while_connected(http, self._collect(turns))
-        message = {
+    async def body(self) -> dict[str, Any]:
+        [finished] = self.finished
+        self._content.close()
+        return {
             **self._message,
             "content": self._content.blocks,
-            **self._end(finished),
+            **self._end_fields(finished),
             "usage": usage(finished, self._lifetime),
             "diagnostics": self._diagnostics(finished.prompt_tokens, finished.cache),
             "x_cache": x_cache([finished]),
         }
-        return JsonResponse(message, headers=self._headers)
 
-    async def _collect(self, turns: Turns) -> Finished:
-        while True:
-            _, event = await turns.next()
-            match event:
-                case Delta(_, part):
-                    self._content.add(part)
-                case Finished():
-                    self._content.close()
-                    log.info("%s", log_line(event))
-                    return event
-
-    # -- streamed ------------------------------------------------------------------------------
-
-    async def _streamed(self, http: Request) -> Response:
-        turns = self._turns(http)
-        try:
-            begun = await while_connected(http, turns.begun_within(PING_S))
-        except BaseException:
-            turns.close()
-            raise
-        pings = SignOfLife(PING_S, lambda: PING)
-        stream = EventStream(
-            self._stream(turns, begun), turns.close, self._headers, sign_of_life=pings
-        )
-        return write_on_arrival(turns, stream, self._joined)
-
-    async def _stream(
-        self, turns: Turns, begun: list[tuple[int, Event]]
-    ) -> AsyncGenerator[bytes, None]:
-        if not begun:
-            yield PING
-        if begun:
-            yield self._joined(begun)
-        while turns.open:
-            if chunks := self._joined(await turns.arrived()):
-                yield chunks
-
-    def _joined(self, events: list[tuple[int, Event]]) -> bytes:
-        return b"".join(chunk for _, event in events for chunk in self._chunks(event))
-
-    def _chunks(self, event: Event) -> list[bytes]:
+    def chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
             case Delta(_, part):
                 return [sse_event(each["type"], each) for each in self._content.add(part)]
             case Started():
-                return [self._start(event)]
+                return [self._message_start(event)]
             case Finished():
-                log.info("%s", log_line(event))
                 blocks = [sse_event(each["type"], each) for each in self._content.close()]
                 return [*blocks, self._message_delta(event), _event("message_stop")]
         return []
 
-    def _start(self, started: Started) -> bytes:
+    def keep_alive(self) -> bytes:
+        return _event("ping")
+
+    def _message_start(self, started: Started) -> bytes:
         known = input_usage(started.prompt_tokens, started.reused_tokens, self._lifetime)
         message = {
             **self._message,
@@ -239,15 +182,10 @@ class Answer:
     def _message_delta(self, finished: Finished) -> bytes:
         return _event(
             "message_delta",
-            delta=self._end(finished),
+            delta=self._end_fields(finished),
             usage=usage(finished, self._lifetime),
             x_cache=x_cache([finished]),
         )
-
-    # -- both ----------------------------------------------------------------------------------
-
-    def _turns(self, http: Request) -> Turns:
-        return Turns(self._runtime, [self._request], received_s(http))
 
     def _diagnostics(self, prompt_tokens: int, cache: CacheReport | None) -> dict[str, Any] | None:
         if self._body.diagnostics is None or cache is None:
@@ -255,8 +193,8 @@ class Answer:
         previous = self._body.diagnostics.previous_message_id
         return diagnostics(previous, self._runtime.name, prompt_tokens, cache)
 
-    def _end(self, finished: Finished) -> dict[str, Any]:
-        """Why the reply ends here."""
+    def _end_fields(self, finished: Finished) -> dict[str, Any]:
+        """Why the reply ended."""
         stopped = finished.stop_string
         reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finished.reason, "max_tokens")
         if finished.reason == "length" and finished.completion_tokens < self._body.max_tokens:

@@ -1,5 +1,4 @@
-"""Requests as Anthropic's clients send them: known fields are checked, unknown ones ignored, as
-those of beta features are that do not exist here."""
+"""Validates Messages requests. Unknown fields, such as those of beta features, are ignored."""
 
 from __future__ import annotations
 
@@ -11,7 +10,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     model_validator,
 )
@@ -25,31 +23,31 @@ from rekindle.api.anthropic.blocks import (
     as_blocks,
 )
 from rekindle.api.base.fields import (
-    MOST_STOPS,
-    MOST_TOKENS,
-    WHOLE,
+    MAX_ITEMS,
+    MAX_STOPS,
+    STRICT,
+    Count,
     Normalise,
     StopText,
     ToolName,
-    bounded_text,
-    shallow,
+    at_most,
+    limit_depth,
+    limit_text,
 )
-from rekindle.api.base.messages import MOST_MESSAGES, bounded
+from rekindle.api.base.messages import limit_messages
+from rekindle.api.base.sampling import CommonSampling, TopK
+from rekindle.api.base.tools import ToolSelection, refuse_duplicates
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import StructuredOutput, ToolUse
 
-# ----------------------------------------------------------------------
-# Tools in Anthropic's form: those that a reply may call, and which of them it has to.
-
-MOST_TOOLS = 1024
-CUSTOM = "custom"  # the type of a tool that the client defines itself
+FORMAT = "output_config.format"
 
 
 class Tool(BaseModel):
-    """One that the client defines, or, with a `type` like "web_search_20250305", one of
-    Anthropic's, which are not to be had here."""
+    """A tool of the client's. With a `type` like "web_search_20250305" it is one of Anthropic's,
+    which is ignored."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = STRICT
 
     name: ToolName | None = None
     type: str | None = Field(None, max_length=128)
@@ -61,19 +59,19 @@ class Tool(BaseModel):
 
     @model_validator(mode="after")
     def _is_defined(self) -> Tool:
-        if self.is_ours:
+        if self.is_clients:
             for field_name in ("name", "input_schema"):
                 if getattr(self, field_name) is None:
                     raise ValueError(f"needs `{field_name}`, as every tool of a client does")
         return self
 
     @property
-    def is_ours(self) -> bool:
-        """Whether the client says what it takes, and runs it."""
-        return self.type in (None, CUSTOM)
+    def is_clients(self) -> bool:
+        """Whether the client defines and runs it."""
+        return self.type in (None, "custom")
 
     def described(self) -> dict[str, Any]:
-        """As templates read it."""
+        """The tool as templates read it."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description
@@ -83,19 +81,8 @@ class Tool(BaseModel):
         return {"type": "function", "function": function}
 
 
-def _few(tools: Any) -> Any:
-    """Counted before the tools themselves are checked."""
-    if isinstance(tools, list) and len(tools) > MOST_TOOLS:
-        raise ValueError(f"takes at most {MOST_TOOLS} items")
-    return tools
-
-
 def _distinct(tools: list[Tool]) -> list[Tool]:
-    seen: set[str] = set()
-    for tool in tools:
-        if tool.name is not None and tool.name in seen:
-            raise ValueError(f"has more than one tool called {tool.name!r}")
-        seen.add(tool.name or "")
+    refuse_duplicates((tool.name for tool in tools), "tool")
     return tools
 
 
@@ -103,13 +90,13 @@ Tools = Annotated[
     list[Tool],
     Field(fail_fast=True),
     AfterValidator(_distinct),
-    BeforeValidator(shallow),
-    BeforeValidator(_few),
+    BeforeValidator(limit_depth),
+    at_most(1024),
 ]
 
 
 class ToolChoice(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = STRICT
 
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
@@ -124,18 +111,18 @@ class ToolChoice(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of one request, sorted by where the prompt describes them."""
+    """The tools of one request, by where the prompt describes them."""
 
-    shown: list[dict[str, Any]] = field(default_factory=list)  # at its beginning
-    deferred: dict[str, dict[str, Any]] = field(default_factory=dict)  # where they are loaded
-    ignored: list[str] = field(default_factory=list)  # nowhere: they are Anthropic's own
+    shown: list[dict[str, Any]] = field(default_factory=list)  # at the beginning
+    deferred: dict[str, dict[str, Any]] = field(default_factory=dict)  # where they are referred to
+    ignored: list[str] = field(default_factory=list)  # nowhere: they run on Anthropic's servers
     names: set[str] = field(default_factory=set)  # of those shown and deferred
 
     @classmethod
     def of(cls, tools: Sequence[Tool] | None) -> Toolbox:
         box = cls()
         for tool in tools or ():
-            if not tool.is_ours:
+            if not tool.is_clients:
                 box.ignored.append(tool.name or tool.type or "")
                 continue
             described = tool.described()
@@ -148,20 +135,20 @@ class Toolbox:
         return box
 
     def tool_use(self, choice: ToolChoice | None) -> ToolUse:
-        """The choice as the runtime takes it; one for a tool that is ignored is no choice."""
+        """Resolve `tool_choice`. A choice of an ignored tool has no effect."""
         if choice is None:
             return ToolUse()
-        parallel = not choice.disable_parallel_tool_use
+        selection = ToolSelection()
         match choice.type:
             case "none":
-                return ToolUse(choice="none")
+                selection = ToolSelection("none")
             case "any" if self.names:
-                return ToolUse(choice="required", parallel=parallel)
+                selection = ToolSelection("required")
             case "tool" if choice.name in self.names:
-                return ToolUse(choice="required", name=choice.name, parallel=parallel)
+                selection = ToolSelection("required", frozenset([choice.name]))
             case "any" | "tool" if not self.ignored:
                 raise BadRequest(_missing(choice), param="tool_choice")
-        return ToolUse(parallel=parallel)
+        return selection.tool_use(parallel=not choice.disable_parallel_tool_use)
 
 
 def _missing(choice: ToolChoice) -> str:
@@ -170,12 +157,8 @@ def _missing(choice: ToolChoice) -> str:
     return f"`tool_choice` names the tool {choice.name!r}, which is not among `tools`."
 
 
-MOST_NAME_CHARACTERS = 4096
-FORMAT = "output_config.format"
-
-
 class _Object(BaseModel):
-    model_config = ConfigDict(strict=True, protected_namespaces=())
+    model_config = STRICT
 
 
 class InputMessage(_Object):
@@ -189,13 +172,13 @@ class InputMessage(_Object):
 
 class Thinking(_Object):
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
-    budget_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] | None = None
+    budget_tokens: Count | None = None
     display: str | None = Field(None, max_length=32)
 
 
 class JsonFormat(_Object):
     type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], BeforeValidator(shallow)] = Field(alias="schema")
+    schema_: Annotated[dict[str, Any], BeforeValidator(limit_depth)] = Field(alias="schema")
 
 
 class OutputConfig(_Object):
@@ -204,7 +187,7 @@ class OutputConfig(_Object):
 
 
 class Metadata(_Object):
-    user_id: str | None = Field(None, max_length=MOST_NAME_CHARACTERS)
+    user_id: str | None = Field(None, max_length=4096)
 
 
 class Diagnostics(_Object):
@@ -212,20 +195,22 @@ class Diagnostics(_Object):
 
 
 class PromptFields(_Object):
-    """What a prompt is made of."""
+    """The fields that make up the prompt."""
 
     model: str | None = None
     messages: Annotated[
-        list[InputMessage], Field(fail_fast=True, min_length=1), BeforeValidator(bounded)
-    ] = Field(max_length=MOST_MESSAGES)
-    system: Annotated[SystemContent, BeforeValidator(bounded_text)] | None = None
+        list[InputMessage], Field(fail_fast=True, min_length=1), BeforeValidator(limit_messages)
+    ] = Field(max_length=MAX_ITEMS)
+    system: Annotated[SystemContent, BeforeValidator(limit_text)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = Field(None, description="An older place of the format")
+    output_format: JsonFormat | None = Field(
+        None, description="Older name of `output_config.format`"
+    )
     normalise: Normalise | None = Field(
-        None, description="Whether volatile parts are taken out, or which"
+        None, description="Whether to remove volatile parts of the prompt, or which ones"
     )
 
     @property
@@ -235,7 +220,7 @@ class PromptFields(_Object):
 
     @property
     def continues_reply(self) -> bool:
-        """Whether the last message is the beginning of the reply, which is to go on."""
+        """Whether the last message is the beginning of the reply."""
         last = self.messages[-1]
         blocks = last.blocks
         ended = any(isinstance(block, ToolUseBlock | ThinkingBlock) for block in blocks)
@@ -246,15 +231,13 @@ class CountTokensRequest(PromptFields):
     """POST /v1/messages/count_tokens."""
 
 
-class MessagesRequest(PromptFields):
+class MessagesRequest(PromptFields, CommonSampling):
     """POST /v1/messages."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE]
-    stop_sequences: Annotated[list[StopText], Field(max_length=MOST_STOPS)] | None = None
+    max_tokens: Count
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS), WHOLE] | None = None
+    top_k: TopK | None = None
     metadata: Metadata | None = None
     cache_control: CacheControl | None = None
     diagnostics: Diagnostics | None = None
@@ -262,10 +245,6 @@ class MessagesRequest(PromptFields):
     @model_validator(mode="after")
     def _call_and_format_agree(self) -> MessagesRequest:
         forced = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
-        if self.structure and forced and self.tools:
-            raise BadRequest(
-                f"`{FORMAT}` says what the text has to be, and `tool_choice` asks for a call and "
-                "no text: leave one of them out.",
-                param="output_config",
-            )
+        if forced and self.tools:
+            ToolSelection("required").check_format(self.structure, "output_config")
         return self

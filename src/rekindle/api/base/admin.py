@@ -1,4 +1,4 @@
-"""Requests about the cache, sent to the runtimes on behalf of a caller."""
+"""Sends admin requests to the runtimes on behalf of a caller."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T", bound=AdminResult)
 
 
 class AdminClient:
-    """Acts for a tenant, who sees its own state, or for the admin, who sees everybody's."""
+    """Acts for a tenant, who sees its own state, or for an admin, who sees all state."""
 
     def __init__(self, salt: bytes, *, admin: bool = False) -> None:
         self.salt = salt
@@ -31,11 +31,11 @@ class AdminClient:
 
     @classmethod
     def of_tenant(cls, request: Request) -> AdminClient:
-        """Without an admin's rights: for what concerns the caller's own turns alone."""
+        """Act for the caller as a tenant, even if it is an admin."""
         return cls(caller_of(request).salt)
 
     async def request(self, runtime: RuntimeClient, op: AdminOp, result: type[T]) -> T:
-        """One runtime's result; an error that it reports is raised."""
+        """Send a request to one runtime. Raises the error that the runtime reports."""
         found = await runtime.admin(op, salt=self.salt, admin=self.is_admin)
         assert isinstance(found, result), f"{type(op).__name__} was answered by {found}"
         return found
@@ -43,12 +43,12 @@ class AdminClient:
     async def find(
         self, runtimes: Sequence[RuntimeClient], op: AdminOp, result: type[T]
     ) -> tuple[RuntimeClient, T]:
-        """The result of the runtime that has the key; raises CacheKeyNotFound when none has."""
+        """Ask the runtimes until one has the key. Raises CacheKeyNotFound if none has it."""
         absent: ServerError = CacheKeyNotFound()
         for runtime in runtimes:
             try:
                 return runtime, await self.request(runtime, op, result)
-            except Unavailable as error:  # it may be the one that has it
+            except Unavailable as error:  # this runtime may have the key
                 absent = error
             except ServerError as error:
                 if error.code != CacheKeyNotFound.code:
@@ -56,7 +56,7 @@ class AdminClient:
         raise absent
 
     async def knows(self, runtimes: Sequence[RuntimeClient], cache_key: str) -> bool:
-        """Whether one of these has the key; one that does not answer has not."""
+        """Whether one of the runtimes has the key. A runtime that does not answer counts as no."""
         try:
             await self.find(runtimes, ShowEntry(cache_key), EntryInfo)
         except ServerError:
@@ -67,7 +67,7 @@ class AdminClient:
 async def refine_reason(
     reason: Reason, cache_key: str, others: Sequence[RuntimeClient], salt: bytes
 ) -> Reason:
-    """MODEL_MISMATCH instead of CACHE_KEY_NOT_FOUND where another loaded model has the key."""
+    """Replace CACHE_KEY_NOT_FOUND by MODEL_MISMATCH if another loaded model has the key."""
     if reason is Reason.CACHE_KEY_NOT_FOUND and await AdminClient(salt).knows(others, cache_key):
         return Reason.MODEL_MISMATCH
     return reason
@@ -76,7 +76,7 @@ async def refine_reason(
 async def refine_report(
     turns: Sequence[Finished], request: GenerateRequest, others: Sequence[RuntimeClient]
 ) -> None:
-    """Correct the reason in the first turn's report: it is the turn that has the names."""
+    """Refine the reason in the report of the first turn, which is the turn with the names."""
     if request.names is None or request.names.cache_key is None:
         return
     report = turns[0].cache

@@ -1,4 +1,4 @@
-"""Types of request fields that several endpoints use, each with one error sentence."""
+"""Defines the request fields that several dialects share, each with one sentence per error."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     AfterValidator,
     BeforeValidator,
+    ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -20,23 +21,20 @@ from rekindle.errors import BadRequest
 from rekindle.protocol.nesting import depth_exceeds, levels
 from rekindle.protocol.settings import Normaliser
 
-MOST_STOPS = 16
-MOST_STOP_CHARACTERS = 1024
-MOST_BIASES = 1024
-MOST_BIAS = 100
-MOST_DIGITS = 10  # of a token id
-MOST_ID_CHARACTERS = 256
-MOST_PRIORITY = 10
-PRIORITIES = {"low": -5, "normal": 0, "high": 5}
-NUMBER_LIMIT = 1 << 63  # of a signed 64-bit number
-MOST_TOKENS = 10_000_000
-NO_LIMIT = -1  # as a number of tokens, in llama.cpp's API as well
-MOST_CHARACTERS = 16 << 20  # of a prompt: as many as four million tokens have, or more
-MOST_DEPTH = 64  # of JSON that is passed on as it is; a thousand levels would exhaust the stack
+MAX_ITEMS = 20_000  # messages, or content parts, in one request
+MAX_STOPS = 16
+MAX_ID_CHARACTERS = 256
+MAX_TOKENS = 10_000_000
+MAX_CHARACTERS = 16 << 20  # of a prompt; four million tokens rarely have more
+NO_LIMIT = -1  # a number of tokens, as in llama.cpp's API
+INT64_LIMIT = 1 << 63
+
+#: Validates types strictly and ignores unknown fields. `model_…` is an ordinary field name here.
+STRICT = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
 def takes(what: str) -> WrapValidator:
-    """One error for a whole union, where pydantic reports one for each of its branches."""
+    """Report one error for a union. Pydantic would report one for each branch."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -47,10 +45,20 @@ def takes(what: str) -> WrapValidator:
     return WrapValidator(check)
 
 
-def _named(most: int) -> WrapValidator:
-    """A name of so many characters at most, as tools have it."""
-    pattern = re.compile(rf"[a-zA-Z0-9_.-]{{1,{most}}}")
-    what = f"a name of 1 to {most} letters, digits, dots, dashes and underscores"
+def at_most(count: int, what: str = "items") -> BeforeValidator:
+    """Limit the length of a list before its items are validated, which takes time for each."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"takes at most {count} {what}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _tool_name(max_characters: int) -> WrapValidator:
+    pattern = re.compile(rf"[a-zA-Z0-9_.-]{{1,{max_characters}}}")
+    what = f"a name of 1 to {max_characters} letters, digits, dots, dashes and underscores"
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         if not isinstance(value, str) or not pattern.fullmatch(value):
@@ -60,32 +68,8 @@ def _named(most: int) -> WrapValidator:
     return WrapValidator(check)
 
 
-FunctionName = Annotated[str, _named(64)]  # in OpenAI's chat
-ToolName = Annotated[str, _named(128)]
-
-
-def _few(value: Any) -> Any:
-    """Counted before the values are checked: a million wrong values are one error."""
-    if isinstance(value, dict) and len(value) > MOST_BIASES:
-        raise ValueError(f"takes at most {MOST_BIASES} tokens")
-    return value
-
-
-def _check_biases(biases: dict[str, float]) -> dict[str, float]:
-    for token, bias in biases.items():
-        if not (token.isascii() and token.isdecimal() and len(token) <= MOST_DIGITS):
-            raise ValueError(f"takes token ids as keys, not {token[:32]!r}")
-        if not -MOST_BIAS <= bias <= MOST_BIAS:
-            raise ValueError(f"takes biases from -{MOST_BIAS} to {MOST_BIAS}")
-    return biases
-
-
-def _as_number(priority: Any) -> Any:
-    return PRIORITIES.get(priority, priority) if isinstance(priority, str) else priority
-
-
 def _as_whole(number: Any) -> Any:
-    """JSON has one kind of number: 8.0 is 8."""
+    """Accept 8.0 as 8: JSON has one kind of number."""
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
@@ -95,25 +79,16 @@ def _positive(limit: int) -> int:
     return limit
 
 
-def shallow(value: Any) -> Any:
-    """Refuse JSON of the client's own choosing that is nested too deep."""
-    if depth_exceeds(value, MOST_DEPTH):
-        raise ValueError(f"may be nested at most {MOST_DEPTH} deep")
+def limit_depth(value: Any) -> Any:
+    """Refuse free-form JSON that is nested too deep. A thousand levels would exhaust the stack."""
+    if depth_exceeds(value, max_depth := 64):
+        raise ValueError(f"may be nested at most {max_depth} deep")
     return value
 
 
-def characters(value: Any) -> int:
-    """The text in JSON, the names of its fields included."""
+def count_characters(value: Any) -> int:
+    """Count the characters of all strings in JSON, field names included."""
     return sum(_own_characters(each) for level in levels(value) for each in level)
-
-
-def bounded_text(values: Any) -> Any:
-    """Refuse a list of more text, or a text, than any prompt can be made of."""
-    texts = values if isinstance(values, list) else [values]
-    found = sum(len(text) for text in texts if isinstance(text, str))
-    if found > MOST_CHARACTERS:
-        raise ValueError(f"may have at most {MOST_CHARACTERS} characters of text, not {found}")
-    return values
 
 
 def _own_characters(value: Any) -> int:
@@ -122,67 +97,79 @@ def _own_characters(value: Any) -> int:
     return sum(map(len, value)) if isinstance(value, dict) else 0
 
 
-# Any characters are allowed: an id is compared and hashed, and is never part of a path.
-Id = Annotated[
-    str,
-    Field(min_length=1, max_length=MOST_ID_CHARACTERS),
-    takes(f"a string of 1 to {MOST_ID_CHARACTERS} characters"),
-]
-SessionNumber = Annotated[int, Field(gt=-NUMBER_LIMIT, lt=NUMBER_LIMIT)]
-WHOLE = BeforeValidator(_as_whole)  # behind the bounds, which would not be documented else
-Seed = Annotated[int, Field(ge=-NUMBER_LIMIT, lt=NUMBER_LIMIT), WHOLE]
-TokenLimit = Annotated[
-    int,
-    Field(le=MOST_TOKENS, json_schema_extra={"minimum": NO_LIMIT, "not": {"const": 0}}),
-    AfterValidator(_positive),
-    WHOLE,
-]
-StopText = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
-Stop = Annotated[
-    StopText | Annotated[list[StopText], Field(max_length=MOST_STOPS)],
-    takes(
-        f"a string of 1 to {MOST_STOP_CHARACTERS} characters, or a list of at most {MOST_STOPS} "
-        "such strings"
-    ),
-]
-LogitBias = Annotated[
-    dict[str, float],
-    Field(max_length=MOST_BIASES),
-    AfterValidator(_check_biases),
-    BeforeValidator(_few),
-]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-Tokens = Annotated[list[int], Field(fail_fast=True)]
-PromptInput = Annotated[
-    str | Texts | Tokens | Annotated[list[Tokens], Field(fail_fast=True)],
-    takes("a string, a list of strings, a list of token ids, or a list of such lists"),
-    BeforeValidator(bounded_text),
-]
+def limit_text(values: Any) -> Any:
+    """Refuse a text, or a list of texts, that is longer than any prompt can be."""
+    texts = values if isinstance(values, list) else [values]
+    found = sum(len(text) for text in texts if isinstance(text, str))
+    if found > MAX_CHARACTERS:
+        raise ValueError(f"may have at most {MAX_CHARACTERS} characters of text, not {found}")
+    return values
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
-    """A PromptInput as a list: one text, or one list of token ids, is a list of one."""
+    """Convert a `PromptInput` to a list. A single text or token list becomes a list of one."""
     is_one = isinstance(value, str) or (value and isinstance(value[0], int))
     return [value] if is_one else value
 
 
+def refuse_empty(inputs: Any) -> Any:
+    """Refuse a `PromptInput` without any prompt, and an empty list of tokens in it."""
+    if inputs == [] or (isinstance(inputs, list) and [] in inputs):
+        raise ValueError("takes at least one input, and at least one token in each list of tokens")
+    return inputs
+
+
+WHOLE = BeforeValidator(_as_whole)  # goes last: in front of the bounds it would hide them in docs
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
+# An id may have any characters. It is compared and hashed, and never becomes part of a path.
+Id = Annotated[
+    str,
+    Field(min_length=1, max_length=MAX_ID_CHARACTERS),
+    takes(f"a string of 1 to {MAX_ID_CHARACTERS} characters"),
+]
+FunctionName = Annotated[str, _tool_name(64)]  # in OpenAI's chat
+ToolName = Annotated[str, _tool_name(128)]
+Text = Annotated[str, BeforeValidator(limit_text)]
+SessionNumber = Annotated[int, Field(gt=-INT64_LIMIT, lt=INT64_LIMIT)]
+TokenLimit = Annotated[
+    int,
+    Field(le=MAX_TOKENS, json_schema_extra={"minimum": NO_LIMIT, "not": {"const": 0}}),
+    AfterValidator(_positive),
+    WHOLE,
+]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[
+    StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
+    takes(f"a string of 1 to 1024 characters, or a list of at most {MAX_STOPS} such strings"),
+]
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+PromptInput = Annotated[
+    str
+    | Annotated[list[str], Field(fail_fast=True)]
+    | Tokens
+    | Annotated[list[Tokens], Field(fail_fast=True)],
+    takes("a string, a list of strings, a list of token ids, or a list of such lists"),
+    AfterValidator(refuse_empty),
+    BeforeValidator(limit_text),
+]
 KvBits = Annotated[Literal[4, 8], WHOLE]
 KvGroupSize = Annotated[
     int,
-    Field(gt=0, multiple_of=8, le=MOST_TOKENS),
+    Field(gt=0, multiple_of=8, le=MAX_TOKENS),
     takes("a positive number that 8 divides"),
     WHOLE,
 ]
-KvStart = Annotated[int, Field(ge=0, le=MOST_TOKENS), WHOLE]
-FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(shallow)]
+KvStart = Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE]
+CacheRetention = Literal["in_memory", "in-memory", "24h"]
+FreeObject = Annotated[dict[str, Any], Field(max_length=64), AfterValidator(limit_depth)]
+PRIORITIES = {"low": -5, "normal": 0, "high": 5}
 Priority = Annotated[
     int,
-    Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY),
-    BeforeValidator(_as_number),
-    takes(
-        f"a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}, higher going first, "
-        'or "low", "normal" or "high"'
+    Field(ge=-10, le=10),
+    BeforeValidator(
+        lambda value: PRIORITIES.get(value, value) if isinstance(value, str) else value
     ),
+    takes('a whole number from -10 to 10, where higher goes first, or "low", "normal" or "high"'),
 ]
 Normalise = Annotated[
     bool | Annotated[list[Normaliser], Field(max_length=len(get_args(Normaliser)))],
@@ -191,21 +178,24 @@ Normalise = Annotated[
 PrefillProgress = Annotated[bool | Literal["comments"], takes('true, false or "comments"')]
 
 
-# ----------------------------------------------------------------------
-# How much text the messages of one request may become.
+def stop_list(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else list(stop or ())
 
 
-class TextAllowance:
-    """Of one request: a few bytes of it may stand for much, as those of a reference to a tool and
-    of a packed text do."""
+class TextBudget:
+    """Limits how much text the messages of one request may become.
 
-    def __init__(self, characters: int = MOST_CHARACTERS, *, param: str = "messages") -> None:
-        """`param`: the request's field that has the messages."""
+    The size of the body does not limit it. A reference to a tool and compressed reasoning take a
+    few bytes each and may expand to a long text.
+    """
+
+    def __init__(self, characters: int = MAX_CHARACTERS, *, param: str = "messages") -> None:
+        """`param` is the request field that holds the messages, for the error."""
         self._param = param
         self._left = characters
 
     def take(self, text: str) -> str:
-        """A text that becomes part of a message."""
+        """Count a text that becomes part of a message, and return it."""
         self.spend(len(text))
         return text
 
@@ -213,15 +203,13 @@ class TextAllowance:
         self._left -= characters
         if self._left < 0:
             raise BadRequest(
-                f"`{self._param}` may become at most {MOST_CHARACTERS} characters of text, with "
-                "the tools that are referred to and the reasoning that is packed in it: send less.",
+                f"`{self._param}` may expand to at most {MAX_CHARACTERS} characters of text, "
+                "including referenced tools and packed reasoning: send less.",
                 param=self._param,
             )
 
 
-# ----------------------------------------------------------------------
-# A validation error as one sentence that names the field and what it takes.
-
+#: What a field takes, by the type of pydantic's error.
 TAKES = {
     "float_type": "a number",
     "int_type": "a whole number",
@@ -243,8 +231,6 @@ TAKES = {
     "string_too_long": "at most {max_length} characters",
     "string_too_short": "at least {min_length} character",
 }
-SOURCES = ("body", "query")  # where FastAPI found the value
-WRONG_TYPE = {name for name in TAKES if name.endswith("_type")}
 JSON_NAMES = {
     dict: "an object",
     list: "a list",
@@ -257,19 +243,19 @@ JSON_NAMES = {
 
 
 def explain(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
-    """The first of pydantic's errors; the field's path is spelled as the client wrote it."""
+    """Describe the first of pydantic's errors, with the field's path as the client wrote it."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return BadRequest(f"The body is not valid JSON: {first['ctx']['error']}.")
     path = [str(part) for part in first["loc"]]
-    if path and path[0] in SOURCES:
+    if path and path[0] in ("body", "query"):  # where FastAPI found the value
         del path[0]
     where = f"`{'.'.join(path)}`" if path else "The body"
     return BadRequest(f"{where} {fault(first)}.", param=path[0] if path else None)
 
 
 def fault(error: Mapping[str, Any]) -> str:
-    """What is wrong with a field, behind its name."""
+    """Say what is wrong with a field; the sentence continues after the field's name."""
     kind = error["type"]
     context = error.get("ctx", {})
     if kind == "missing":
@@ -278,14 +264,25 @@ def fault(error: Mapping[str, Any]) -> str:
         return str(context["error"])
     if kind not in TAKES:
         return str(error["msg"])
-    takes = "takes " + TAKES[kind].format_map({name: _plain(context[name]) for name in context})
-    if kind in WRONG_TYPE and (name := JSON_NAMES.get(type(error["input"]))):
+    takes = "takes " + TAKES[kind].format_map({name: _as_whole(context[name]) for name in context})
+    if kind.endswith("_type") and (name := JSON_NAMES.get(type(error["input"]))):
         return f"{takes}, not {name}"
     return takes
 
 
-def fault_among(error: ValidationError, what: str, otherwise: str) -> str:
-    """One sentence about the first item of a list that is wrong, called `what`, or `otherwise`."""
+def explain_items(what: str, otherwise: str) -> WrapValidator:
+    """Report one error about the first wrong item of a list, called `what`, or else `otherwise`."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:
+            raise ValueError(_item_fault(error, what, otherwise)) from None
+
+    return WrapValidator(check)
+
+
+def _item_fault(error: ValidationError, what: str, otherwise: str) -> str:
     for each in error.errors():
         match each["loc"]:
             case (_, int() as place, *field) if field:
@@ -293,8 +290,3 @@ def fault_among(error: ValidationError, what: str, otherwise: str) -> str:
             case (_, int() as place):
                 return f"{what} {place}: {fault(each)}"
     return otherwise
-
-
-def _plain(value: Any) -> Any:
-    """0.0 as 0."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,7 +1,8 @@
-"""A message of a conversation in OpenAI's form, as chat and cache endpoints take it."""
+"""Defines a chat message in OpenAI's form, which chat and cache endpoints take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,31 +20,37 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from rekindle.api.base.fields import WHOLE, Id, bounded_text, fault, shallow, takes
+from rekindle.api.base.fields import MAX_ITEMS, WHOLE, Id, fault, limit_depth, limit_text, takes
 from rekindle.errors import Unsupported
 from rekindle.media.jobs import LIMITS, Sizing
 from rekindle.media.loader import FrameSampling, MediaSource
 from rekindle.protocol.media import IMAGE, TEXT
 
-# ----------------------------------------------------------------------
-# Pictures and videos as parts of a message's content, in OpenAI's form and in a plain one.
-
-MOST_SIDE = 2048  # of a picture as the model gets it, in pixels
-LOW_SIDE = 512  # with `detail: low`
-FRAME_SIDE = 768  # of a frame of a video
-MOST_FPS = 30.0
-FPS = 1.0
-FRAMES = 16
-VIDEO = "video"  # in messages, until its frames are known
+MAX_SIDE = 2048  # of an image as the model gets it, in pixels
+VIDEO = "video"  # type of a part, until the video's frames are known
 MEDIA_PARTS = '`"type": "image_url"` or `"type": "video_url"`'
 
 Detail = Literal["auto", "low", "high"]
-Side = Annotated[int, Field(ge=1, le=MOST_SIDE), WHOLE]
+Side = Annotated[int, Field(ge=1, le=MAX_SIDE), WHOLE]
 Resize = Annotated[
     list[Side],
     Field(min_length=1, max_length=2),
-    takes(f"one side or [width, height] in pixels, each from 1 to {MOST_SIDE}"),
+    takes(f"one side or [width, height] in pixels, each from 1 to {MAX_SIDE}"),
 ]
+
+NOT_SERVED = ("input_audio", "file", "input_image")  # types of content parts
+# Fields of replies that clients send back, and that no template reads.
+REPLY_ONLY = ("refusal", "annotations", "parsed")
+# The fields that a message needs besides its role.
+NEEDED = {
+    "system": ("content",),
+    "developer": ("content",),
+    "user": ("content",),
+    "assistant": (),
+    "tool": ("content", "tool_call_id"),
+}
+CONTENT = f'takes a string, or a list of parts: `"type": "text"` with a `text`, {MEDIA_PARTS}'
+LEGACY = {"function_call": "use `tool_calls`", "audio": "send text"}
 
 
 class ImageUrl(BaseModel):
@@ -71,7 +78,7 @@ class ImagePart(BaseModel):
         given = ImageUrl(url=self.image_url) if isinstance(self.image_url, str) else self.image_url
         low = (given.detail or self.detail) == "low"
         return MediaSource(
-            url=given.url, sizing=_sizing(resize, LOW_SIDE if low else MOST_SIDE), where=where
+            url=given.url, sizing=_sizing(resize, 512 if low else MAX_SIDE), where=where
         )
 
 
@@ -82,13 +89,13 @@ class VideoUrl(BaseModel):
 
 
 class VideoPart(BaseModel):
-    """Frames at equal distances: `fps` for each second, but not more than `max_frames`."""
+    """A video is sampled at `fps` frames per second, up to `max_frames` frames."""
 
     model_config = ConfigDict(strict=True)
 
     type: Literal["video", "video_url"]
     video_url: Annotated[str | VideoUrl, takes("a URL, or an object with a `url`")]
-    fps: float | None = Field(None, gt=0, le=MOST_FPS)
+    fps: float | None = Field(None, gt=0, le=30)
     max_frames: Annotated[int, Field(ge=1, le=LIMITS.images), WHOLE] | None = None
 
     def rendered(self) -> dict[str, Any]:
@@ -96,32 +103,13 @@ class VideoPart(BaseModel):
 
     def source(self, where: str, resize: list[int] | None) -> MediaSource:
         url = self.video_url if isinstance(self.video_url, str) else self.video_url.url
-        sampling = FrameSampling(fps=self.fps or FPS, max_frames=self.max_frames or FRAMES)
-        return MediaSource(
-            url=url, sizing=_sizing(resize, FRAME_SIDE), sampling=sampling, where=where
-        )
+        sampling = FrameSampling(fps=self.fps or 1.0, max_frames=self.max_frames or 16)
+        return MediaSource(url=url, sizing=_sizing(resize, 768), sampling=sampling, where=where)
 
 
 def _sizing(resize: list[int] | None, longest: int) -> Sizing:
-    """One number is both sides; `resize` wins over `detail`."""
+    """One number stands for both sides. `resize` wins over `detail`."""
     return Sizing(longest, (resize[0], resize[-1]) if resize else None)
-
-
-MOST_MESSAGES = 20_000
-MOST_PARTS = 20_000  # of content, and calls, in all messages together
-NOT_SERVED = ("input_audio", "file", "input_image")  # types of content parts
-# Fields of replies that clients send back with them, and that no template reads.
-REPLY_ONLY = ("refusal", "annotations", "parsed")
-# The fields that a message needs beside its role.
-NEEDED = {
-    "system": ("content",),
-    "developer": ("content",),
-    "user": ("content",),
-    "assistant": (),
-    "tool": ("content", "tool_call_id"),
-}
-CONTENT = f'takes a string, or a list of parts: `"type": "text"` with a `text`, {MEDIA_PARTS}'
-LEGACY = {"function_call": "use `tool_calls`", "audio": "send text"}
 
 
 class TextPart(BaseModel):
@@ -135,7 +123,7 @@ class TextPart(BaseModel):
 
 
 def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """One sentence: about the field of a picture or video that is wrong, or about all it takes."""
+    """Report one error: about the wrong field of an image or video, or about content in general."""
     try:
         return handler(value)
     except ValidationError as error:
@@ -152,7 +140,7 @@ Content = Annotated[
     WrapValidator(_explained),
 ]
 Arguments = Annotated[
-    str | dict[str, Any], takes("a string of JSON, or an object"), AfterValidator(shallow)
+    str | dict[str, Any], takes("a string of JSON, or an object"), AfterValidator(limit_depth)
 ]
 
 
@@ -169,7 +157,7 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of an earlier reply; fields that clients add (`index`, …) are dropped."""
+    """A call of an earlier reply. Fields that clients add, such as `index`, are dropped."""
 
     model_config = ConfigDict(strict=True)
 
@@ -184,7 +172,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """One message; unknown fields are passed on, the template may read them."""
+    """One message. Unknown fields are passed on, because the template may read them."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -212,12 +200,12 @@ class Message(BaseModel):
         if self.role == "assistant" and self.media:
             raise ValueError("takes text alone as content, as every assistant message does")
         if self.model_extra:
-            shallow(self.model_extra)
+            limit_depth(self.model_extra)
         return self
 
     @property
     def media(self) -> list[tuple[int, ImagePart | VideoPart]]:
-        """The pictures and videos, each with its place in the content."""
+        """The images and videos, each with its position in the content."""
         parts = self.content if isinstance(self.content, list) else []
         return [(at, part) for at, part in enumerate(parts) if not isinstance(part, TextPart)]
 
@@ -225,7 +213,7 @@ class Message(BaseModel):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """A form for each role, with the fields that it needs."""
+        """Describe one form for each role, with the fields that it needs."""
         message = handler.resolve_ref_schema(handler(schema))
         properties = message.pop("properties")
         forms = [_form(role, needed, properties) for role, needed in NEEDED.items()]
@@ -236,41 +224,40 @@ class Message(BaseModel):
         }
 
     def rendered(self) -> dict[str, Any]:
-        """What the template reads: the message as it was sent, without its id; where a picture
-        or a video is, only that there is one."""
+        """What the template reads: the message as sent, without its id and without media."""
         if not isinstance(self.content, list):
             return self.model_dump(exclude_unset=True, exclude={"message_id"})
         fields = self.model_dump(exclude_unset=True, exclude={"message_id", "content"})
         return {**fields, "content": [part.rendered() for part in self.content]}
 
 
-def bounded(messages: Any) -> Any:
-    """Counted before the messages themselves are checked, which takes its time for each."""
+def limit_messages(messages: Any) -> Any:
+    """Count messages and parts before they are validated, which takes time for each."""
     if not isinstance(messages, list):
         return messages
-    if len(messages) > MOST_MESSAGES:
-        raise ValueError(f"takes at most {MOST_MESSAGES} items")
+    if len(messages) > MAX_ITEMS:
+        raise ValueError(f"takes at most {MAX_ITEMS} items")
     fields = [each for each in messages if isinstance(each, dict)]
     contents = [each.get("content") for each in fields]
     parts = _parts(contents)
     found = len(parts) + len(_flat([each.get("tool_calls") for each in fields]))
-    if found > MOST_PARTS:
+    if found > MAX_ITEMS:
         raise ValueError(
-            f"may have at most {MOST_PARTS} content parts and tool calls together, not {found}"
+            f"may have at most {MAX_ITEMS} content parts and tool calls together, not {found}"
         )
-    bounded_text(contents + [part.get("text") for part in parts if isinstance(part, dict)])
+    limit_text(contents + [part.get("text") for part in parts if isinstance(part, dict)])
     return messages
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(bounded)]
+Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(limit_messages)]
 
 
-def rendered(messages: list[Message]) -> list[dict[str, Any]]:
+def rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.rendered() for message in messages]
 
 
 def _form(role: str, needed: tuple[str, ...], properties: dict[str, Any]) -> dict[str, Any]:
-    """A message of one role, for the OpenAPI document; what it needs is not null."""
+    """A message of one role, for the OpenAPI document. Needed fields are not null."""
     own = {name: {**properties[name], "anyOf": _not_null(properties[name])} for name in needed}
     return {
         "type": "object",
@@ -289,7 +276,7 @@ def _flat(lists: list[Any]) -> list[Any]:
 
 
 def _parts(contents: list[Any]) -> list[Any]:
-    """With those inside of others: what a tool returned is such a part in Anthropic's form."""
+    """All parts, including nested ones: in Anthropic's form a tool result is a part with parts."""
     parts, within = list[Any](), _flat(contents)
     while within:
         parts += within
@@ -310,8 +297,8 @@ def _refuse_parts(content: Any) -> None:
 def _refuse_legacy(data: dict[str, Any]) -> None:
     if data.get("role") == "function":
         raise Unsupported(
-            "messages of the role 'function' are not supported: send `tools`, and what a tool "
-            "returned in a message of the role 'tool'",
+            "messages of the role 'function' are not supported: send `tools`, and each tool result "
+            "in a message of the role 'tool'",
             param="messages",
         )
     for name, instead in LEGACY.items():
@@ -322,7 +309,7 @@ def _refuse_legacy(data: dict[str, Any]) -> None:
 
 
 def _known_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """Without empty fields: a template that tests whether a field is defined would be misled."""
+    """Drop empty fields: templates test whether a field is defined."""
     fields = {
         name: value
         for name, value in data.items()

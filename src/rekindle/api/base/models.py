@@ -1,4 +1,4 @@
-"""The served models: their names, the presets that use them, and the model that a request means."""
+"""Resolves the model that a request or a preset names."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _tools: TypeAdapter[list[Tool]] = TypeAdapter(Tools)
 
 
 class ServedModels:
-    """The loaded models and their settings; the first of its kind answers when a request names
-    none."""
+    """The loaded models and their settings. The first of a kind is the default."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class ServedModels:
         runtimes: list[RuntimeClient],
         embedders: Sequence[RuntimeClient] = (),
     ) -> None:
-        """`runtimes` generate text, `embedders` make vectors or scores."""
+        """`runtimes` generate text; `embedders` compute embeddings or scores."""
         self.config = config
         self._runtimes = {runtime.name: runtime for runtime in runtimes}
         self._embedders = {runtime.name: runtime for runtime in embedders}
@@ -47,16 +46,16 @@ class ServedModels:
 
     @property
     def runtimes(self) -> list[RuntimeClient]:
-        """Those that generate text, in the order of `--model`, which is how they are numbered."""
+        """The models that generate text, in the order of `--model`, which numbers them."""
         return list(self._runtimes.values())
 
     @property
     def all(self) -> list[RuntimeClient]:
-        """Those that make vectors, too."""
+        """All models, including those for embeddings and ranking."""
         return [*self._runtimes.values(), *self._embedders.values()]
 
     def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
-        """The model of this name; without one, the model of this number."""
+        """Find a text model by name, or by number if there is no name."""
         numbered = self._default if number is None else self._numbered(number)
         if model in (None, "", DEFAULT):
             return numbered
@@ -70,17 +69,17 @@ class ServedModels:
         return _named(model, self._runtimes)
 
     def any(self, model: str | None, number: str | None = None) -> RuntimeClient:
-        """The same, or the model of this name that makes vectors."""
+        """Find a model of any kind by name, or a text model by number."""
         other = self._embedders.get(model or "")
         return self.runtime(model, number) if other is None else other
 
     def embedder(self, model: str | None) -> RuntimeClient:
-        """The model of this name that makes vectors."""
+        """Find an embedding model by name."""
         names = [name for name in self._embedders if name not in self._rankers]
         return self._of_kind(model, names, "makes embeddings", "--embedding-model")
 
     def ranker(self, model: str | None) -> RuntimeClient:
-        """The model of this name that scores documents."""
+        """Find a reranker by name."""
         names = [name for name in self._embedders if name in self._rankers]
         return self._of_kind(model, names, "ranks documents", "--embedding-model with a reranker")
 
@@ -109,7 +108,7 @@ class ServedModels:
         return loaded[number]
 
     def chosen(self, number: str | None) -> list[RuntimeClient]:
-        """The model of this number alone; without one, all of them."""
+        """The text model of this number, or all of them if there is no number."""
         return self.runtimes if number is None else [self._numbered(number)]
 
     def others(self, runtime: RuntimeClient) -> list[RuntimeClient]:
@@ -117,7 +116,7 @@ class ServedModels:
 
     @property
     def problem(self) -> str | None:
-        """Why not every model answers; None: all do."""
+        """Why a model does not answer, or None if all do."""
         down = (runtime.supervisor.down_reason for runtime in self.all if runtime.ready is None)
         return next(down, None)
 
@@ -134,18 +133,18 @@ def _named(model: str, served: Mapping[str, RuntimeClient]) -> RuntimeClient:
 
 
 def models_of(request: Request) -> ServedModels:
-    """The models of the server that received this request."""
+    """The models of the application that handles this request."""
     models: ServedModels = request.state.models
     return models
 
 
 def served_embedders(config: Config) -> dict[str, str]:
-    """What `--embedding-model` named, by what clients call it, in the order given."""
+    """The models of `--embedding-model`, in order, keyed by the name that clients use."""
     return _by_served_name(config.embedding_model, taken=served_names(config))
 
 
 def served_names(config: Config) -> dict[str, str]:
-    """What `--model` named, by what clients call it, in the order given."""
+    """The models of `--model`, in order, keyed by the name that clients use."""
     default = DEFAULT_VISION_MODEL if config.vlm and config.mmproj is None else DEFAULT_MODEL
     return _by_served_name(config.model or (default,))
 
@@ -163,7 +162,7 @@ def _by_served_name(names: Sequence[str], taken: Mapping[str, str] = {}) -> dict
 
 
 def _served_name(name: str) -> str:
-    """The name as given, or the stem of a file, or the name of a folder."""
+    """The stem of a file, the name of a folder, or the name as given."""
     path = Path(name)
     if path.is_file():
         return path.stem
@@ -171,13 +170,13 @@ def _served_name(name: str) -> str:
 
 
 def preset_models(config: Config) -> dict[str, str]:
-    """What clients call each preset's model."""
+    """The served model of each preset."""
     names = served_names(config)
     return {name: _model_of(name, preset, names) for name, preset in config.projects.items()}
 
 
 def _model_of(name: str, preset: Preset, names: dict[str, str]) -> str:
-    """The model may be written as clients call it, or as `--model` named it."""
+    """A preset may name a model as clients do, or as `--model` does."""
     if preset.model is None:
         return next(iter(names))
     for served, given in names.items():
@@ -190,7 +189,7 @@ def _model_of(name: str, preset: Preset, names: dict[str, str]) -> str:
 
 
 def described_tools(name: str, preset: Preset) -> list[dict[str, Any]] | None:
-    """The preset's tools as a chat template sees them, validated like those of a request."""
+    """A preset's tools as the chat template reads them, validated like those of a request."""
     try:
         return described(_tools.validate_python(preset.tools))
     except ValidationError as error:

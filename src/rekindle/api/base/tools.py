@@ -1,19 +1,20 @@
-"""The functions a reply may call, in OpenAI's form, for chat, cache endpoints and presets."""
+"""Validates the functions that a reply may call, and which of them a request allows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from rekindle.api.base.fields import FunctionName, shallow
-
-MOST_TOOLS = 128
+from rekindle.api.base.fields import FunctionName, at_most, limit_depth
+from rekindle.errors import BadRequest
+from rekindle.protocol.requests import StructuredOutput, ToolUse
 
 
 class Function(BaseModel):
-    """What the template reads of a function; unknown fields are passed on."""
+    """What the template reads of a function. Unknown fields are passed on."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -30,20 +31,16 @@ class Tool(BaseModel):
     function: Function
 
 
-def _few(tools: Any) -> Any:
-    """Counted before the tools themselves are checked."""
-    if isinstance(tools, list) and len(tools) > MOST_TOOLS:
-        raise ValueError(f"takes at most {MOST_TOOLS} items")
-    return tools
+def refuse_duplicates(names: Iterable[str | None], what: str) -> None:
+    seen: set[str] = set()
+    for name in filter(None, names):
+        if name in seen:
+            raise ValueError(f"has more than one {what} called {name!r}")
+        seen.add(name)
 
 
 def _distinct(tools: list[Tool]) -> list[Tool]:
-    seen: set[str] = set()
-    for tool in tools:
-        name = tool.function.name
-        if name in seen:
-            raise ValueError(f"has more than one function called {name!r}")
-        seen.add(name)
+    refuse_duplicates((tool.function.name for tool in tools), "function")
     return tools
 
 
@@ -51,11 +48,45 @@ Tools = Annotated[
     list[Tool],
     Field(fail_fast=True),
     AfterValidator(_distinct),
-    BeforeValidator(shallow),
-    BeforeValidator(_few),
+    BeforeValidator(limit_depth),
+    at_most(128),
 ]
 
 
 def described(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
     """What the template reads: without nulls, except those inside a function's schema."""
     return [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSelection:
+    """`tool_choice` of any dialect: which functions a reply may call, and whether it must."""
+
+    choice: Literal["none", "auto", "required"] = "auto"
+    names: frozenset[str] | None = None  # None: all
+
+    @property
+    def _forced(self) -> str | None:
+        """The function that the reply must call, if that leaves only one."""
+        is_one = self.choice == "required" and self.names is not None and len(self.names) == 1
+        return next(iter(self.names)) if is_one and self.names else None
+
+    def tool_use(self, *, parallel: bool) -> ToolUse:
+        return ToolUse(choice=self.choice, name=self._forced, parallel=parallel)
+
+    def shows(self, name: str) -> bool:
+        """Whether the prompt describes a function.
+
+        Functions that are not allowed are left out, which changes the prompt. A single function
+        that must be called is enforced by name instead, so that the prompt stays the same.
+        """
+        return self.names is None or self._forced is not None or name in self.names
+
+    def check_format(self, output: StructuredOutput | None, param: str) -> None:
+        """Refuse a format for the reply's text if the reply must be a call, which has no text."""
+        if output and self.choice == "required":
+            raise BadRequest(
+                f"`{output.param}` constrains the reply's text, but `tool_choice` forces a call, "
+                "which has no text: leave one of them out.",
+                param=param,
+            )

@@ -1,4 +1,4 @@
-"""The turns behind one HTTP request: one for each choice of each prompt."""
+"""Runs the turns behind one HTTP request and merges their events."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from starlette.requests import Request
 
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.http.logs import current_id
-from rekindle.http.responses import EventStream, disconnected
+from rekindle.http.responses import disconnected
 from rekindle.protocol.events import Cancelled, Delta, Event, Failed, Finished, Prefill, Started
 from rekindle.protocol.frames import TurnRequest
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.worker.client import RuntimeClient
 
 T = TypeVar("T")
+#: Called with the index of a turn and a part of its reply. True means that the part is handled.
+OnDelta = Callable[[int, Delta], bool]
 
 log = logging.getLogger("rekindle.turn")
 
@@ -29,27 +31,24 @@ LOG_EVERY_S = 5.0
 
 
 class ClientGone(Exception):
-    """The client disconnected before there was anything to answer."""
+    """The client disconnected before the answer began."""
 
 
 class PrefillLog:
-    """Logs about every five seconds how far each prompt has come."""
+    """Logs the prefill progress of each turn every five seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._request_id = current_id()  # events come outside of the request's context
+        self._request_id = current_id()  # events arrive outside of the request's context
         self._last_s: dict[int, float] = {}  # by turn: its start, or its last line
 
     def record(self, event: Event) -> None:
-        match event:
-            case Started():
-                self._last_s[event.turn] = self._clock()
-            case Prefill():
-                self._log(event)
-
-    def _log(self, event: Prefill) -> None:
-        now = self._clock()
-        if now - self._last_s.setdefault(event.turn, now) >= LOG_EVERY_S:
+        if isinstance(event, Started):
+            self._last_s[event.turn] = self._clock()
+        elif isinstance(event, Prefill):
+            now = self._clock()
+            if now - self._last_s.setdefault(event.turn, now) < LOG_EVERY_S:
+                return
             self._last_s[event.turn] = now
             log.info(
                 "turn %d: %d of %d prompt tokens read",
@@ -60,25 +59,31 @@ class PrefillLog:
             )
 
 
+def _queue_delta(_index: int, _delta: Delta) -> bool:
+    return False
+
+
 class Turns:
-    """Runs turns side by side and merges their events. Closing it cancels those still open."""
+    """Runs turns concurrently, one for each choice of each prompt. `close` cancels open ones."""
 
     def __init__(
         self,
         runtime: RuntimeClient,
         requests: list[GenerateRequest],
         received_s: float | None = None,
+        on_delta: OnDelta = _queue_delta,
     ) -> None:
-        """`received_s`: when the HTTP request arrived, for the time that its stages took."""
+        """`received_s` is when the HTTP request arrived. `on_delta` is offered each part of a reply
+        for which `collect` waits; if it handles the part, `collect` continues to wait."""
         self._runtime = runtime
         self._progress = [each.progress for each in requests for _ in each.turns]
         self._unfinished = len(self._progress)
-        self._merged: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._turns: list[int] = []
         self._prefill_log = PrefillLog()
-        #: Offered each part of a reply for which `next` waits; True: it goes on waiting.
-        self.on_part: Callable[[int, Delta], bool] = _leave_to_next
-        self._is_waiting = False  # `next` is
+        self._on_delta = on_delta
+        self._is_waiting = False  # for the next event
+        self.is_abandoned = False  # another request has cancelled the turns
         try:
             for request in requests:
                 request = structs.replace(request, received_s=received_s)
@@ -89,104 +94,84 @@ class Turns:
             raise
 
     def close(self) -> None:
-        self.on_part = _leave_to_next  # or it keeps the stream, which keeps this and the request
+        self._on_delta = _queue_delta  # frees its owner, which holds the request, without a cycle
         for turn in self._turns:
             self._runtime.cancel(turn)
 
-    def give_up(self) -> None:
-        """Cancel them on behalf of another request; whoever waits for an event learns it."""
+    def abandon(self) -> None:
+        """Cancel the turns on behalf of another request and wake up `collect`."""
+        self.is_abandoned = True
         self.close()
-        self._merged.put_nowait((0, Cancelled(self._turns[0])))
+        self._events.put_nowait((0, Cancelled(self._turns[0])))
 
     def _on_event(self, first: int, choice: int, event: Event) -> None:
         if isinstance(event, Delta):
-            is_next = self._is_waiting and self._merged.empty()
-            if is_next and self.on_part(first + choice, event):
+            is_next = self._is_waiting and self._events.empty()
+            if is_next and self._on_delta(first + choice, event):
                 return
         else:
-            self._prefill_log.record(event)  # not in `next`: a slow client delays that
-        self._merged.put_nowait((first + choice, event))
+            self._prefill_log.record(event)  # here, because a slow client delays `collect`
+        self._events.put_nowait((first + choice, event))
 
     @property
     def open(self) -> bool:
-        """Whether a turn has not finished yet."""
-        return self._unfinished > 0
+        """Whether there are events to come."""
+        return self._unfinished > 0 and not self.is_abandoned
 
     async def next(self) -> tuple[int, Event]:
-        """The next event with its turn's index; a failure raises."""
+        """Wait for the next event and return it with its turn's index. Raises if a turn failed."""
         self._is_waiting = True
         try:
-            index, event = await self._merged.get()
+            index, event = await self._events.get()
         finally:
             self._is_waiting = False
         if isinstance(event, Failed):
             raise ReportedError(event.error)
-        if isinstance(event, Cancelled):  # by nobody who waits here
+        if isinstance(event, Cancelled):
             raise Unavailable("the request was cancelled by the server; send it again")
         self._unfinished -= isinstance(event, Finished)
         return index, event
 
-    async def arrived(self) -> list[tuple[int, Event]]:
-        """The next event, and those that have come with it, to be written at once; a failure raises
-        when all before it have been returned."""
-        events = [await self.next()]
-        while self.open and not self._merged.empty():
-            index, event = self._merged.get_nowait()
+    async def collect(self) -> list[tuple[int, Event]]:
+        """Wait for the next event; return all that have arrived, to be written together.
+
+        A failure is raised after the events before it. Abandoned turns return nothing.
+        """
+        try:
+            events = [await self.next()]
+        except Unavailable:
+            if self.is_abandoned:
+                return []
+            raise
+        while self.open and not self._events.empty():
+            index, event = self._events.get_nowait()
             if isinstance(event, Failed | Cancelled):
-                self._merged.put_nowait((index, event))
+                self._events.put_nowait((index, event))
                 break
             self._unfinished -= isinstance(event, Finished)
             events.append((index, event))
-        return events
+        return [] if self.is_abandoned else events
 
-    async def begun(self) -> list[tuple[int, Event]]:
-        """The events up to the first to be sent: until then a failure can still be a status."""
-        seen = []
-        while self.open:
-            index, event = await self.next()
-            seen.append((index, event))
-            if isinstance(event, Delta | Finished):
-                break
-            if isinstance(event, Started) and self._progress[index]:
-                break
+    async def first_events(self, timeout_s: float | None = None) -> list[tuple[int, Event]]:
+        """Wait for the first event that the client gets. Until then a failure can set the status.
+
+        Returns nothing after `timeout_s`, so that a queued turn does not keep its client waiting.
+        """
+        seen: list[tuple[int, Event]] = []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.open and not any(self._is_sent(*each) for each in seen):
+                    seen += await self.collect()
         return seen
 
-    async def begun_within(self, wait_s: float) -> list[tuple[int, Event]]:
-        """The same, or nothing: a turn that has to wait for its place does not keep its client
-        waiting for a sign."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(wait_s):
-                return await self.begun()
-        return []
-
-
-def _leave_to_next(_index: int, _delta: Delta) -> bool:
-    return False
-
-
-def write_on_arrival(
-    turns: Turns, stream: EventStream, chunks: Callable[[list[tuple[int, Event]]], bytes]
-) -> EventStream:
-    """Have a stream's parts written as they come, while it waits for them: waking its task costs
-    as much as all else about a token."""
-
-    def on_part(index: int, delta: Delta) -> bool:
-        if not stream.is_writable:
-            return False
-        try:
-            stream.write(chunks([(index, delta)]))
-        except Exception:  # not in whoever delivers to all turns
-            log.exception("unexpected error in a stream")
-            return False
-        return True
-
-    turns.on_part = on_part
-    return stream
+    def _is_sent(self, index: int, event: Event) -> bool:
+        if isinstance(event, Started):
+            return self._progress[index]
+        return isinstance(event, Delta | Finished)
 
 
 async def result_of(runtime: RuntimeClient, request: TurnRequest, kind: type[T]) -> T:
-    """The one event that a turn without a reply ends with; a failure raises. Giving up on it
-    cancels the turn."""
+    """Run a turn that ends with a single result, such as embeddings. Raises if it failed."""
     async with contextlib.aclosing(runtime.stream(request)) as events:
         async for event in events:
             if isinstance(event, kind):

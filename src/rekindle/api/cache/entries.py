@@ -1,4 +1,4 @@
-"""What can be done with the entries of the cache."""
+"""Serves /v1/cache: lists, shows, validates, pins and evicts entries."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from msgspec import structs
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient, refine_reason
-from rekindle.api.base.fields import FreeObject, Id
-from rekindle.api.base.images import Illustrated, illustrate
-from rekindle.api.base.messages import MOST_MESSAGES, Messages, Resize, rendered
+from rekindle.api.base.fields import MAX_ITEMS, STRICT, FreeObject, Id
+from rekindle.api.base.images import render_chat
+from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.tools import Tools, described
 from rekindle.errors import BadRequest
-from rekindle.http.body import JsonRoute, run_off_loop
+from rekindle.http.body import JsonRoute
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import (
     CollectExpired,
@@ -37,8 +37,10 @@ from rekindle.protocol.admin import (
     Validation,
 )
 
-# ----------------------------------------------------------------------
-# An entry of the cache as clients see it.
+MAX_PAGE_ENTRIES = 1000
+AT_END = 0  # a position before which there are no entries
+
+router = APIRouter(route_class=JsonRoute, tags=["cache"])
 
 
 class SegmentBody(BaseModel):
@@ -52,13 +54,13 @@ class NameBody(BaseModel):
 
 
 class EntryBody(BaseModel):
-    """Stored state: its conversation, tier, size and lifetime."""
+    """An entry: its conversation, tier, size and lifetime."""
 
     cache_key: str
     model: str
     segments: list[SegmentBody]
     token_count: int
-    stored_tokens: int  # that would survive the end of the server
+    stored_tokens: int  # tokens that survive a restart
     tier: str | None
     size_bytes: int
     hit_count: int
@@ -68,9 +70,9 @@ class EntryBody(BaseModel):
     last_used: float
     expires_at: float | None
     names: list[NameBody]
-    preview: str  # the first words of its last user message; empty when it is somebody else's
-    tenant: str | None = None  # for the admin alone
-    durable: bool = True  # only in an answer that says no
+    preview: str  # the start of its last user message; empty for other tenants
+    tenant: str | None = None  # only admins see it
+    durable: bool = True  # shown only if false
 
 
 class Prepared(BaseModel):
@@ -83,8 +85,7 @@ class Prepared(BaseModel):
 
 
 def durability(*results: EntryInfo | Removed) -> dict[str, bool]:
-    """What an answer says when the disk did not take what was asked: it holds until a restart.
-    Otherwise nothing."""
+    """`durable: false` if the disk refused a change, which then lasts until a restart."""
     return {} if all(result.durable for result in results) else {"durable": False}
 
 
@@ -113,22 +114,19 @@ def _segments(info: EntryInfo) -> list[SegmentBody]:
     return [SegmentBody(type=each.type, hash=each.hash) for each in info.segments]
 
 
-router = APIRouter(route_class=JsonRoute, tags=["cache"])
-
-
 class ValidateRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
     cache_key: Id
     model: str | None = None
-    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
     tools: Tools | None = None
     resize: Resize | None = None
     chat_template_kwargs: FreeObject | None = None
 
 
 class ValidityBody(BaseModel):
-    """Whether a key would be hit, and where the messages differ from its entry."""
+    """Whether the messages would hit the entry, and where they differ from it."""
 
     status: str
     reusable_tokens: int
@@ -154,17 +152,14 @@ class Collected(BaseModel):
 async def validate(
     body: ValidateRequest, request: Request, number: ModelNumber = None
 ) -> ValidityBody:
-    """Would this key be hit by these messages? Changes nothing."""
+    """Tell whether these messages would hit the entry. Changes nothing."""
     models = models_of(request)
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
-    illustrated = await illustrate(request, runtime, body.messages, body.resize)
-    if illustrated is None:
-        illustrated = Illustrated(await run_off_loop(request, rendered, body.messages), [])
+    chat = await render_chat(request, runtime, body.messages, body.resize)
     op = Validate(
+        **chat.fields,
         cache_key=body.cache_key,
-        messages=illustrated.messages,
-        pictures=illustrated.pictures,
         tools=described(body.tools),
         template_kwargs=body.chat_template_kwargs or {},
         normalise=models.config.normalise,
@@ -181,7 +176,7 @@ async def validate(
 
 @router.post("/v1/cache/gc", response_model_exclude_unset=True)
 async def collect(request: Request, number: ModelNumber = None) -> Collected:
-    """Remove now what has expired."""
+    """Remove expired entries now."""
     models = models_of(request)
     client = AdminClient.of(request)
     removed = [
@@ -200,19 +195,19 @@ async def collect(request: Request, number: ModelNumber = None) -> Collected:
     "/v1/cache/{key:path}/pin", response_model_exclude_unset=True, responses=documented(507)
 )
 async def pin(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
-    """Never evict this entry."""
+    """Pin an entry, so that it is never evicted."""
     return await _entry(request, number, PinEntry(key, pinned=True))
 
 
 @router.post("/v1/cache/{key:path}/unpin", response_model_exclude_unset=True)
 async def unpin(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
-    """Let the entry expire and be evicted again."""
+    """Unpin an entry, so that it can expire and be evicted."""
     return await _entry(request, number, PinEntry(key, pinned=False))
 
 
 @router.get("/v1/cache/{key:path}", response_model_exclude_unset=True)
 async def show_entry(key: str, request: Request, number: ModelNumber = None) -> EntryBody:
-    """One entry; this does not count as a use of it."""
+    """Show an entry. This does not count as a use."""
     return await _entry(request, number, ShowEntry(key))
 
 
@@ -232,25 +227,16 @@ async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry)
     return entry_body(info, runtime.name, admin=client.is_admin)
 
 
-# ----------------------------------------------------------------------
-# GET /v1/cache: the entries, a page at a time.
-
-PAGE_ENTRIES = 100
-MOST_PAGE_ENTRIES = 1000
-AT_END = 0  # a position that nothing is below
-
-_CURSOR = re.compile(r"\d{1,18}(\.\d{1,18})*")
-
 listing_router = APIRouter(tags=["cache"])
 
 Limit = Annotated[
-    int, Query(ge=1, le=MOST_PAGE_ENTRIES, description="How many entries a page has at most.")
+    int, Query(ge=1, le=MAX_PAGE_ENTRIES, description="Largest number of entries in a page.")
 ]
-After = Annotated[str | None, Query(description="`next` of the page before; none: the first page.")]
+After = Annotated[str | None, Query(description="`next` of the previous page.")]
 
 
 class Listing(BaseModel):
-    """A page of entries; with `has_more`, the next one is `?after=` its `next`."""
+    """A page of entries. If `has_more`, `?after=` its `next` is the next page."""
 
     entries: list[EntryBody]
     count: int  # in this page
@@ -260,9 +246,9 @@ class Listing(BaseModel):
 
 @listing_router.get("/v1/cache", response_model_exclude_unset=True)
 async def list_entries(
-    request: Request, number: ModelNumber = None, limit: Limit = PAGE_ENTRIES, after: After = None
+    request: Request, number: ModelNumber = None, limit: Limit = 100, after: After = None
 ) -> Listing:
-    """The entries of all models, or of the numbered one; most recently used first."""
+    """List the entries of all models, or of the numbered one, most recently used first."""
     models = models_of(request)
     client = AdminClient.of(request)
     runtimes = models.chosen(number)
@@ -288,24 +274,23 @@ async def list_entries(
 
 
 def _merged(pages: Sequence[EntryList], limit: int) -> list[tuple[int, EntryInfo]]:
-    """The first entries of all pages together, each with the number of its page; those of one page
-    stay in its order."""
+    """Merge the models' pages by last use. Each entry comes with the number of its page."""
     numbered = ([(place, info) for info in page.entries] for place, page in enumerate(pages))
     return list(islice(merge(*numbered, key=lambda each: -each[1].last_used), limit))
 
 
 def _position(page: EntryList, taken: int) -> int:
-    """From where on the next page goes on, after so many of this one."""
+    """Where the next page continues after `taken` entries of this one."""
     if taken < len(page.entries):
         return page.entries[taken].lru_position + 1
     return AT_END if page.next is None else page.next
 
 
 def _positions(after: str | None, count: int) -> Sequence[int | None]:
-    """Where each model's entries go on; None: from the top."""
+    """Parse the cursor: the position of each model, or None for the start."""
     if after is None:
         return [None] * count
-    parts = after.split(".") if _CURSOR.fullmatch(after[:4096]) else []
+    parts = after.split(".") if re.fullmatch(r"\d{1,18}(\.\d{1,18})*", after[:4096]) else []
     if len(parts) != count:
-        raise BadRequest("`after` takes the `next` of the page before this one.", param="after")
+        raise BadRequest("`after` takes the `next` of the previous page.", param="after")
     return [int(part) for part in parts]

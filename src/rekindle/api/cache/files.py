@@ -1,8 +1,7 @@
-"""State in files: /v1/cache/{key}/export and /v1/cache/import.
+"""Serves /v1/cache/{key}/export and /v1/cache/import: state as a file.
 
-The file passes through a private folder of this server's, under a name of its own choice: nothing
-that a client sends becomes part of a path. A runtime writes and reads it; state itself crosses no
-socket between the two.
+The runtime writes and reads the file in a private folder, so that KV state does not cross the
+socket between front and runtime. Nothing that a client sends becomes part of a path.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import MOST_ID_CHARACTERS
+from rekindle.api.base.fields import Id
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.cache.entries import EntryBody, entry_body
 from rekindle.config import Config
@@ -37,21 +36,15 @@ from rekindle.worker.client import RuntimeClient
 
 log = logging.getLogger("rekindle.api")
 
-MOST_TRANSFERS = 2  # at once: each takes as much of the disk as its state, and of memory
-SLOWEST_BYTES_S = 64 << 10  # of an upload
-TRANSFER_S = 3600.0  # from the first byte of a file to its last
-PART_BYTES = 1 << 20
-TRANSFERS = "transfers"  # in the state of the application
+MAX_TRANSFERS = 2  # concurrently; each uses disk and memory of the size of its state
+MIN_UPLOAD_BYTES_S = 64 << 10
+MAX_TRANSFER_S = 3600.0
+TRANSFERS = "transfers"  # key in the application's state
 
 router = APIRouter(tags=["cache"])
 
 SessionName = Annotated[
-    str | None,
-    Query(
-        min_length=1,
-        max_length=MOST_ID_CHARACTERS,
-        description="A `session_id` by which requests go on from it",
-    ),
+    Id | None, Query(description="A `session_id` with which requests can continue the state")
 ]
 
 
@@ -68,14 +61,14 @@ class FileTooLarge(BadRequest):
     },
 )
 async def export(key: str, request: Request, number: ModelNumber = None) -> StreamingResponse:
-    """The state of your own entry as a file that other programs read, mlx_lm for one."""
+    """Export an entry of your own as a file for other programs, such as mlx_lm."""
     client = AdminClient.of_tenant(request)
     runtimes = models_of(request).chosen(number)
     with ExitStack() as held:
         held.enter_context(_slot(request))
         async with _private_folder() as folder:
             _, found = await client.find(runtimes, ExportState(key, str(folder)), StateFile)
-            # It goes on to be there without its name.
+            # The open file outlives its name and folder.
             file = held.enter_context((folder / found.name).open("rb"))
         name = f"attachment; filename*=utf-8''state{Path(found.name).suffix}"
         headers = {
@@ -103,20 +96,20 @@ async def import_state(
     session_id: SessionName = None,
     number: ModelNumber = None,
 ) -> EntryBody:
-    """Keep the state in a file as your own. It has to name its tokens in its metadata."""
+    """Import a file as an entry of your own. Its metadata must contain its tokens."""
     models = models_of(request)
     runtime = models.runtime(model, number)
     client = AdminClient.of_tenant(request)
     with _slot(request):
         async with _private_folder() as folder:
             path = folder / "state"
-            await _receive(request, path, _most_bytes(runtime, models.config, folder))
+            await _receive(request, path, _max_bytes(runtime, models.config, folder))
             info = await client.request(runtime, ImportState(str(path), session_id), EntryInfo)
     return entry_body(info, runtime.name, admin=False)
 
 
 class FileStream(StreamingResponse):
-    """Sends a file; `close` runs however that ends: not in the parts, which may never start."""
+    """Sends a file, then calls `close`. A generator could not close it, as it may never start."""
 
     def __init__(
         self, file: BinaryIO, close: Callable[[], None], headers: Mapping[str, str]
@@ -126,16 +119,16 @@ class FileStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with asyncio.timeout(TRANSFER_S):
+            async with asyncio.timeout(MAX_TRANSFER_S):
                 await super().__call__(scope, receive, send)
-        except TimeoutError:  # the connection is closed, as the file is not whole
-            log.warning("an export was not read within %g seconds", TRANSFER_S)
+        except TimeoutError:  # the connection is closed, because the file is incomplete
+            log.warning("a client did not read an export within %g seconds", MAX_TRANSFER_S)
         finally:
             self._close()
 
 
 class Transfers:
-    """The tenants whose files are on their way."""
+    """Limits the transfers: one for each tenant, and a few in all."""
 
     def __init__(self) -> None:
         self._tenants: set[bytes] = set()
@@ -148,9 +141,9 @@ class Transfers:
                 "Another file with this API key is being exported or imported; try again when it "
                 "is done."
             )
-        if len(self._tenants) >= MOST_TRANSFERS:
+        if len(self._tenants) >= MAX_TRANSFERS:
             raise TooManyRequests(
-                f"{MOST_TRANSFERS} files are being exported or imported; try again in a moment."
+                f"{MAX_TRANSFERS} files are being exported or imported; try again in a moment."
             )
         self._tenants.add(tenant)
         try:
@@ -166,7 +159,7 @@ def _slot(request: Request) -> AbstractContextManager[None]:
 
 @asynccontextmanager
 async def _private_folder() -> AsyncIterator[Path]:
-    """A folder that nobody else can read, as long as it takes."""
+    """A temporary folder that no other user can read."""
     folder = Path(tempfile.mkdtemp(prefix="rekindle-"))
     try:
         yield folder
@@ -174,24 +167,24 @@ async def _private_folder() -> AsyncIterator[Path]:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-def _most_bytes(runtime: RuntimeClient, config: Config, folder: Path) -> int:
-    """What the cache could keep, as far as the disk has room to bring it there."""
+def _max_bytes(runtime: RuntimeClient, config: Config, folder: Path) -> int:
+    """The size that the cache can keep and the disk has room for."""
     free_bytes = shutil.disk_usage(folder).free - config.disk_floor
     kept_bytes = runtime.ready.kept_bytes if runtime.ready else 0
     return min(kept_bytes, max(free_bytes, 0))
 
 
-async def _receive(request: Request, path: Path, most_bytes: int) -> None:
+async def _receive(request: Request, path: Path, max_bytes: int) -> None:
     received_bytes, started_s = 0, time.monotonic()
     with path.open("xb") as file:
         async for part in request.stream():
             received_bytes += len(part)
-            if received_bytes > most_bytes:
+            if received_bytes > max_bytes:
                 raise FileTooLarge(
-                    f"The file has more than the {most_bytes} bytes that there is room for: raise "
-                    "--ram-cache or --disk-cache, or free some of the disk."
+                    f"The file is larger than the {max_bytes} bytes that there is room for: raise "
+                    "--ram-cache or --disk-cache, or free disk space."
                 )
-            limit_s = min(LIMITS.timeout_s + received_bytes / SLOWEST_BYTES_S, TRANSFER_S)
+            limit_s = min(LIMITS.timeout_s + received_bytes / MIN_UPLOAD_BYTES_S, MAX_TRANSFER_S)
             if time.monotonic() - started_s > limit_s:
                 raise BodyTooSlow(round(limit_s))
             await asyncio.to_thread(file.write, part)
@@ -200,5 +193,5 @@ async def _receive(request: Request, path: Path, most_bytes: int) -> None:
 
 
 async def _parts(file: BinaryIO) -> AsyncIterator[bytes]:
-    while part := await asyncio.to_thread(file.read, PART_BYTES):
+    while part := await asyncio.to_thread(file.read, 1 << 20):
         yield part

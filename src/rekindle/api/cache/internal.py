@@ -1,7 +1,7 @@
-"""/v1/internal/model/kv_cache: the sessions that one model keeps, by their ids.
+"""Serves /v1/internal/model/kv_cache: the sessions of one model, by id.
 
-Always the caller's own, even for the admin: an id does not contain its owner, so an admin's
-`remove_cache` would remove every tenant's session 7. Across tenants there are cache keys.
+Even an admin sees only its own sessions. An id does not contain its tenant, so that an admin's
+`remove_cache` would remove session 7 of every tenant. Admins can use cache keys instead.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Annotated
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import MOST_ID_CHARACTERS, SessionNumber, takes
+from rekindle.api.base.fields import MAX_ID_CHARACTERS, STRICT, SessionNumber, takes
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.cache.entries import MOST_PAGE_ENTRIES, durability
+from rekindle.api.cache.entries import MAX_PAGE_ENTRIES, durability
 from rekindle.errors import NotFound
 from rekindle.http.body import JsonRoute
 from rekindle.protocol.admin import (
@@ -35,19 +35,19 @@ KINDS = (NUMBERED, "session_id", "message_id")
 router = APIRouter(prefix="/v1/internal/model/kv_cache", route_class=JsonRoute, tags=["sessions"])
 
 SessionId = Annotated[
-    SessionNumber | Annotated[str, Field(min_length=1, max_length=MOST_ID_CHARACTERS)],
-    takes(f"a whole number, or a string of 1 to {MOST_ID_CHARACTERS} characters"),
+    SessionNumber | Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARACTERS)],
+    takes(f"a whole number, or a string of 1 to {MAX_ID_CHARACTERS} characters"),
 ]
 
 
 class RemoveRequest(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = STRICT
 
     session_id: SessionId
 
 
 class RemoveOldRequest(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = STRICT
 
     seconds: float = Field(ge=0)
 
@@ -63,15 +63,7 @@ class Sessions(BaseModel):
     model: str
     caches: list[Session]
     count: int
-    total_size_bytes: int  # an entry of several names counts once
-
-
-class SessionRemoved(BaseModel):
-    status: str
-    session_id: int | str
-    removed: int
-    freed_bytes: int
-    durable: bool = True
+    total_size_bytes: int  # an entry with several names counts once
 
 
 class OldRemoved(BaseModel):
@@ -81,9 +73,13 @@ class OldRemoved(BaseModel):
     durable: bool = True
 
 
+class SessionRemoved(OldRemoved):
+    session_id: int | str
+
+
 @router.get("/info")
 async def show_sessions(request: Request, number: ModelNumber = None) -> Sessions:
-    """The numbered sessions, sessions and messages whose state is kept, with its size."""
+    """List sessions and messages whose state is kept, with its size."""
     models = models_of(request)
     runtime = models.runtime(None, number)
     entries = await _all_entries(AdminClient.of_tenant(request), runtime)
@@ -108,7 +104,7 @@ async def remove_session(
     removed = await AdminClient.of_tenant(request).request(runtime, op, Removed)
     if not removed.entries:
         raise NotFound(
-            f"No state is kept under this id; GET {router.prefix}/info lists those you have.",
+            f"No state is kept under this id; GET {router.prefix}/info lists your sessions.",
             param="session_id",
         )
     return SessionRemoved(
@@ -124,7 +120,7 @@ async def remove_session(
 async def remove_old(
     body: RemoveOldRequest, request: Request, number: ModelNumber = None
 ) -> OldRemoved:
-    """Remove state that was not used for so many seconds, unless it is pinned."""
+    """Remove state that was not used for `seconds`, unless it is pinned."""
     models = models_of(request)
     runtime = models.runtime(None, number)
     removed = await AdminClient.of_tenant(request).request(
@@ -139,11 +135,11 @@ async def remove_old(
 
 
 async def _all_entries(client: AdminClient, runtime: RuntimeClient) -> list[EntryInfo]:
-    """The oldest use first."""
-    page = await client.request(runtime, ListEntries(limit=MOST_PAGE_ENTRIES), EntryList)
+    """All entries, least recently used first."""
+    page = await client.request(runtime, ListEntries(limit=MAX_PAGE_ENTRIES), EntryList)
     entries = page.entries
     while page.next is not None:
-        rest = ListEntries(limit=MOST_PAGE_ENTRIES, before=page.next)
+        rest = ListEntries(limit=MAX_PAGE_ENTRIES, before=page.next)
         page = await client.request(runtime, rest, EntryList)
         entries += page.entries
     return entries[::-1]

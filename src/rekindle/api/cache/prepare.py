@@ -1,48 +1,45 @@
-"""POST /v1/cache/prepare: compute the state of a prompt's beginning before its first use."""
+"""Serves /v1/cache/prepare: computes the state of a prompt before its first use."""
 
 from __future__ import annotations
 
 import contextlib
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, characters
-from rekindle.api.base.images import Illustrated, illustrate
+from rekindle.api.base.fields import STRICT, KvBits, KvGroupSize, KvStart, count_characters
+from rekindle.api.base.images import RenderedChat, render_chat
 from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.request import RequestBuilder
 from rekindle.api.base.tools import Tools, described
 from rekindle.api.base.turns import Turns, while_connected
 from rekindle.api.cache.entries import Prepared, prepared
-from rekindle.config import Config
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
 from rekindle.http.body import JsonRoute
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
-from rekindle.protocol.events import Event, Finished
-from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
+from rekindle.protocol.events import Finished
+from rekindle.protocol.requests import GenerateRequest, Prepare
 from rekindle.worker.client import RuntimeClient
 
-MOST_MESSAGES = 200
-MOST_CHARACTERS = 200_000
-TTL_S = 1800.0
-MOST_TTL_S = 10 * 365 * 86_400.0
+MAX_CHARACTERS = 200_000
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"])
 
 
 class PrepareRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
     model: str | None = None
-    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Messages = Field(min_length=1, max_length=200)
     tools: Tools | None = None
     resize: Resize | None = None
     warm: bool = True
     pinned: bool = False
-    ttl: float | None = Field(TTL_S, gt=0, le=MOST_TTL_S)
+    ttl: float | None = Field(1800.0, gt=0, le=10 * 365 * 86_400.0)  # seconds
     kv_bits: KvBits | None = None
     kv_group_size: KvGroupSize | None = None
     kv_quantization_start: KvStart | None = None
@@ -51,17 +48,18 @@ class PrepareRequest(BaseModel):
     def _ends_or_is_pinned(self) -> PrepareRequest:
         if self.ttl is None and not self.pinned:
             raise BadRequest(
-                "`ttl` takes a number of seconds; null, which is never, needs `pinned: true`.",
+                "`ttl` takes a number of seconds. Null, which means never, needs `pinned: true`.",
                 param="ttl",
             )
         return self
 
     @model_validator(mode="after")
     def _bounded_text(self) -> PrepareRequest:
-        found = characters(rendered(self.messages)) + characters(described(self.tools))
-        if found > MOST_CHARACTERS:
+        found = count_characters(rendered(self.messages))
+        found += count_characters(described(self.tools))
+        if found > MAX_CHARACTERS:
             raise BadRequest(
-                f"`messages` and `tools` may have {MOST_CHARACTERS} characters of text together; "
+                f"`messages` and `tools` may have {MAX_CHARACTERS} characters of text together; "
                 f"these have {found}.",
                 param="messages",
             )
@@ -74,49 +72,45 @@ class PrepareRequest(BaseModel):
 
 @router.post("/v1/cache/prepare", response_model_exclude_unset=True, responses=documented(409, 507))
 async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = None) -> Prepared:
-    """Compute (`warm`) or only index a prompt's beginning; its key then names that state."""
+    """Compute the start of a prompt, or with `warm: false` only index it."""
     models = models_of(request)
     if not models.config.context_cache:
         raise Unsupported("this server reuses nothing: it was started without --context-cache")
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
-    illustrated = await illustrate(request, runtime, body.messages, body.resize)
-    conversation = illustrated or Illustrated(rendered(body.messages), [])
+    chat = await render_chat(request, runtime, body.messages, body.resize)
     if body.warm:
-        work = _warmed(runtime, client, body, conversation, models.config)
+        builder = RequestBuilder(models.config, client.salt)
+        work = _warm(runtime, client, builder, body, chat)
     else:
-        work = _indexed(runtime, client, body, conversation, models.config)
+        op = IndexPrompt(
+            **chat.fields,
+            tools=described(body.tools),
+            prepare=body.prepare,
+            normalise=models.config.normalise,
+        )
+        work = client.request(runtime, op, EntryInfo)
     return prepared(await while_connected(request, work), runtime.name)
 
 
-async def _warmed(
+async def _warm(
     runtime: RuntimeClient,
     client: AdminClient,
+    builder: RequestBuilder,
     body: PrepareRequest,
-    conversation: Illustrated,
-    config: Config,
+    chat: RenderedChat,
 ) -> EntryInfo:
-    generate = GenerateRequest(
-        turn=0,
-        messages=conversation.messages,
-        pictures=conversation.pictures,
+    """Compute the prompt and wait until its state is written."""
+    turn = builder.build(
+        **chat.fields,
         tools=described(body.tools),
         prepare=body.prepare,
-        sampling=SamplingParams(),
         max_tokens=1,
-        exact=config.exact,
-        kv_bits=body.kv_bits or config.kv_bits,
+        kv_bits=body.kv_bits,
         kv_group_size=body.kv_group_size,
-        kv_quantization_start=(
-            config.kv_quantization_start
-            if body.kv_quantization_start is None
-            else body.kv_quantization_start
-        ),
-        normalise=config.normalise,
-        salt=client.salt,
+        kv_quantization_start=body.kv_quantization_start,
     )
-    with contextlib.closing(Turns(runtime, [generate])) as turns:
-        finished = await _finished(turns)
+    finished = await _finished(runtime, turn)
     if finished.cache.new_cache_key is None:
         raise ServerError("the prompt was computed, but its state could not be kept")
     try:
@@ -136,33 +130,17 @@ async def _warmed(
     return info
 
 
+async def _finished(runtime: RuntimeClient, turn: GenerateRequest) -> Finished:
+    with contextlib.closing(Turns(runtime, [turn])) as turns:
+        while turns.open:
+            _, event = await turns.next()
+    assert isinstance(event, Finished)
+    return event
+
+
 class RemovedMeanwhile(ServerError):
     status, kind, code = 409, "invalid_request_error", "removed_meanwhile"
 
 
 class NoRoom(ServerError):
     status, kind, code = 507, "insufficient_storage_error", "no_room"
-
-
-async def _finished(turns: Turns) -> Finished:
-    event: Event | None = None
-    while not isinstance(event, Finished):
-        _, event = await turns.next()
-    return event
-
-
-async def _indexed(
-    runtime: RuntimeClient,
-    client: AdminClient,
-    body: PrepareRequest,
-    conversation: Illustrated,
-    config: Config,
-) -> EntryInfo:
-    index = IndexPrompt(
-        messages=conversation.messages,
-        pictures=conversation.pictures,
-        tools=described(body.tools),
-        prepare=body.prepare,
-        normalise=config.normalise,
-    )
-    return await client.request(runtime, index, EntryInfo)

@@ -1,4 +1,4 @@
-"""GET /v1/cache/stats: what the cache holds and how often it was hit."""
+"""Serves /v1/cache/stats: the contents of the cache and its hit rate."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ router = APIRouter(tags=["cache"])
 
 
 class CacheStats(BaseModel):
-    """Figures of the calling tenant; those of the whole server are the admin's alone."""
+    """Figures of the calling tenant. Only admins see those of the whole server."""
 
     total_entries: int
     by_tier: dict[str, int]
     ram_bytes: int
     disk_bytes: int
-    unique_bytes: int  # of state, whatever is shared counted once
-    logical_bytes: int  # what the entries would take if they shared nothing
-    turns: int  # since the server started; hits, partial hits and misses add up to them
+    unique_bytes: int  # shared state counts once
+    logical_bytes: int  # shared state counts for each entry
+    turns: int  # since the server started: the sum of hits, partial hits and misses
     total_hits: int
     total_partial_hits: int
     total_misses: int
@@ -59,15 +59,15 @@ class CacheStats(BaseModel):
     computed_tokens: int | None = None
     reused_tokens: int | None = None
     active_turns: int | None = None
-    encoded_pictures: int | None = None  # by projectors
-    picture_hits: int | None = None  # their vectors were kept
+    encoded_pictures: int | None = None  # by the projector
+    picture_hits: int | None = None  # images whose encoding was reused
     picture_ram_bytes: int | None = None
     picture_disk_bytes: int | None = None
 
 
 @router.get("/v1/cache/stats", response_model_exclude_unset=True)
 async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats:
-    """What the cache holds and how often it was hit, over all models or the numbered one."""
+    """Show the figures of all models together, or of the numbered one."""
     models = models_of(request)
     client = AdminClient.of(request)
     stats = [await client.request(runtime, GetStats(), Stats) for runtime in models.chosen(number)]
@@ -112,7 +112,7 @@ def _by_tier(stats: Sequence[Stats]) -> dict[str, int]:
 
 
 def _worst(states: Iterable[str]) -> str:
-    """The first unhealthy state; without one, "ok" if any disk tier is in use."""
+    """The first unhealthy state. Otherwise "ok" if any disk tier is in use."""
     found = set(states)
     unhealthy = sorted(found - set(HEALTHY_DISK_STATES))
     return unhealthy[0] if unhealthy else min(found, key=HEALTHY_DISK_STATES.index)

@@ -1,4 +1,4 @@
-"""POST /api/embed, and its older form /api/embeddings."""
+"""Serves /api/embed and the older /api/embeddings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,6 @@ from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.protocol.embeddings import Embedded, EmbedRequest
 from rekindle.worker.client import RuntimeClient
 
-SPECIAL_TOKENS = 2  # that models want around a text
-
 router = APIRouter(
     route_class=JsonRoute, tags=["ollama"], responses=documented(400, model=OllamaErrorBody)
 )
@@ -33,7 +31,7 @@ router = APIRouter(
 
 @router.post("/api/embed")
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
-    """A vector of length one for each input, in their order."""
+    """Compute a normalised vector for each input."""
     models = models_of(request)
     runtime = models.embedder(bare(body.model, models))
     embedded = await _embedded(body, request, runtime)
@@ -45,7 +43,7 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 
 @router.post("/api/embeddings")
 async def embed_prompt(body: OllamaEmbedRequest, request: Request) -> Response:
-    """The vector of `prompt`, as older clients ask for it."""
+    """Compute the vector of `prompt`, for older clients."""
     models = models_of(request)
     embedded = await _embedded(body, request, models.embedder(bare(body.model, models)))
     vectors = _vectors(embedded)
@@ -73,9 +71,10 @@ async def _embedded(body: OllamaEmbedRequest, request: Request, runtime: Runtime
 
 
 async def _shortened(text: str, client: AdminClient, runtime: RuntimeClient) -> str | list[int]:
-    """A text that fits as it is; of a longer one the tokens that fit, and the model's last."""
+    """Truncate a text to the model's context. The last token, a special one, is kept."""
     limit = runtime.loaded.context_tokens
-    if len(text.encode(errors="replace")) + SPECIAL_TOKENS <= limit:  # a token has a byte at least
+    # A token has at least one byte, and models add at most two special tokens.
+    if len(text.encode(errors="replace")) + 2 <= limit:
         return text
     question = Tokenize(text=text, add_special=True, parse_special=False)
     tokens = (await client.request(runtime, question, Tokenized)).tokens
@@ -94,6 +93,6 @@ def _rendered(embedded: Embedded, model: str, began_s: float) -> bytes:
 
 
 def _vectors(embedded: Embedded) -> Any:
-    import numpy as np  # slow to import, and most servers do without it
+    import numpy as np  # slow to import, and most servers do not need it
 
     return np.frombuffer(embedded.vectors, "<f4").reshape(-1, embedded.dimensions)

@@ -1,4 +1,4 @@
-"""GET /api/version, /api/tags and /api/ps, POST /api/show: which models there are."""
+"""Serves /api/version, /api/tags, /api/ps, /api/show and /api/pull: models in Ollama's form."""
 
 from __future__ import annotations
 
@@ -28,10 +28,15 @@ from rekindle.protocol.frames import Ready
 from rekindle.protocol.media import IMAGE
 from rekindle.worker.client import RuntimeClient
 
-# ----------------------------------------------------------------------
-# The names that Ollama's clients give to models.
+LATEST = ":latest"  # clients add it to a name without a tag
+SUCCESS = {"status": "success"}
 
-LATEST = ":latest"  # what clients add to a name without a tag
+log = logging.getLogger("rekindle.api")
+
+router = APIRouter(
+    route_class=JsonRoute, tags=["ollama"], responses=documented(400, model=OllamaErrorBody)
+)
+pull_router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=RESPONSES)
 
 
 def bare(model: str | None, models: ServedModels) -> str | None:
@@ -42,38 +47,29 @@ def bare(model: str | None, models: ServedModels) -> str | None:
 
 
 def runtime_named(models: ServedModels, model: str | None) -> RuntimeClient:
-    """The chat model of this name; raises ModelNotFound."""
+    """Find a text model by name. Raises ModelNotFound."""
     return models.runtime(bare(model, models))
-
-
-VERSION = "0.30.0"  # of Ollama, whose API this is: clients ask for a least one
-NEVER = "9999-12-31T23:59:59Z"  # when a model is unloaded
-UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
-
-router = APIRouter(
-    route_class=JsonRoute, tags=["ollama"], responses=documented(400, model=OllamaErrorBody)
-)
 
 
 @router.get("/api/version")
 async def version() -> Response:
-    """The version of Ollama whose API this is."""
-    return JsonResponse({"version": VERSION})
+    """Name the version of Ollama whose API this is. Clients require a minimum."""
+    return JsonResponse({"version": "0.30.0"})
 
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """The models this server answers with."""
+    """List the models that this server answers with."""
     return JsonResponse({"models": [_model(runtime) for runtime in models_of(request).all]})
 
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
-    """The same: all of them are loaded, and stay so."""
+    """List the loaded models, which are all of them. They are never unloaded."""
     models = [
         {
             **_model(runtime),
-            "expires_at": NEVER,
+            "expires_at": "9999-12-31T23:59:59Z",
             "size_vram": 0,
             "context_length": runtime.ready.context_tokens,
         }
@@ -85,7 +81,7 @@ async def running(request: Request) -> Response:
 
 @router.post("/api/show")
 async def show(body: ModelRequest, request: Request) -> Response:
-    """What one of them is like."""
+    """Describe one model."""
     models = models_of(request)
     runtime = models.any(bare(body.named, models))
     ready = runtime.loaded
@@ -140,7 +136,7 @@ def _capabilities(ready: Ready) -> list[str]:
         return ["embedding"]
     able = ["completion"]
     if ready.chat_template is not None:
-        able.append("tools")  # they are asked for in words where the template has no place for them
+        able.append("tools")  # templates without tools get them in the system prompt
     if IMAGE in ready.modalities:
         able.append("vision")
     if ready.has_reasoning:
@@ -149,7 +145,7 @@ def _capabilities(ready: Ready) -> list[str]:
 
 
 def _size(parameters: int) -> str:
-    for unit, letter in UNITS:
+    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if parameters >= unit:
             return f"{parameters / unit:.1f}{letter}"
     return str(parameters)
@@ -159,21 +155,11 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-# ----------------------------------------------------------------------
-# POST /api/pull: a model is fetched to this machine, with lines of progress.
-
-log = logging.getLogger("rekindle.api")
-
-SUCCESS = {"status": "success"}
-
-pull_router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=RESPONSES)
-
-
 class QueueProgress:
-    """Progress of a download that runs in a thread, as lines for the event loop to send."""
+    """Passes the progress of a download from its thread to the event loop, as lines."""
 
     def __init__(self) -> None:
-        self.lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None: no more
+        self.lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None ends them
         self._loop = asyncio.get_running_loop()
         self._fields: dict[str, Any] = {}
         self._done_bytes = 0
@@ -192,14 +178,14 @@ class QueueProgress:
         pass
 
     def _send(self) -> None:
-        """A line for each percent: a large file comes in a million pieces."""
+        """Send one line per percent: a large file arrives in a million pieces."""
         percent = 100 * self._done_bytes // (self._fields["total"] or 1)
         if percent > self._sent_percent:
             self._sent_percent = percent
             self._put({**self._fields, "completed": self._done_bytes})
 
     def _put(self, fields: dict[str, Any] | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has stopped meanwhile
+        with contextlib.suppress(RuntimeError):  # the server has stopped
             self._loop.call_soon_threadsafe(self.lines.put_nowait, fields)
 
     def end(self) -> None:
@@ -207,15 +193,15 @@ class QueueProgress:
 
 
 class Download:
-    """A model that is being pulled, by a thread that a stopping server does not wait for. One at a
-    time: they would share the same line and the same disk."""
+    """Pulls a model in a thread, for which a stopping server does not wait. Only one runs at a
+    time, because they would share the network and the disk."""
 
     _busy = threading.Lock()
 
     def __init__(self, name: str, folder: Path, progress: QueueProgress) -> None:
         if not self._busy.acquire(blocking=False):
-            raise TooManyRequests("another model is being pulled: try again when it is here")
-        self.trouble: str | None = None
+            raise TooManyRequests("another model is being pulled: try again when it is done")
+        self.error: str | None = None
         self._args = (name, folder, progress)
         threading.Thread(target=self._fetch, name="pull", daemon=True).start()
 
@@ -224,10 +210,10 @@ class Download:
         try:
             pull(name, models_dir=folder, progress=progress)
         except ModelError as error:
-            self.trouble = str(error)
+            self.error = str(error)
         except Exception:
             log.exception("pulling %s failed", name)
-            self.trouble = f"pulling {name} failed; the server's log has the details"
+            self.error = f"pulling {name} failed; the server's log has the details"
         finally:
             self._busy.release()
             progress.end()
@@ -235,18 +221,18 @@ class Download:
 
 @pull_router.post("/api/pull")
 async def pull_model(body: ModelRequest, request: Request) -> Response:
-    """Fetch a model by its name in the catalogue or on the hub. It is served after the server was
-    started with `--model NAME`; one that is served is there already."""
+    """Download a model by its name in the catalogue or on the hub. To serve it, start the server
+    with `--model NAME`. A served model is already there."""
     models = models_of(request)
     name = bare(body.named, models)
     if not name:
-        raise BadRequest("`model` is missing: the name of what is to be pulled.", param="model")
+        raise BadRequest("`model` is missing: send the name of the model to pull.", param="model")
     if any(runtime.name == name for runtime in models.all):
         lines = [{"status": "pulling manifest"}, SUCCESS]
         content = b"".join(map(line, lines)) if body.stream is not False else line(SUCCESS)
         return Response(content, media_type=LineStream.media_type)
     if not caller_of(request).admin:
-        raise Forbidden("pulling a model takes this machine's disk: it needs an admin's key")
+        raise Forbidden("pulling a model uses this machine's disk, so it needs an admin key")
     if body.stream is not False:
         return LineStream(_pulling(name, models), lambda: None)
     async for _ in _pulling(name, models):
@@ -255,14 +241,13 @@ async def pull_model(body: ModelRequest, request: Request) -> Response:
 
 
 async def _pulling(name: str, models: ServedModels) -> AsyncGenerator[bytes, None]:
-    """Lines until the model is here. The download goes on when nobody reads them any more: what has
-    come is kept, and the next pull has less to do."""
+    """Send lines until the model is here. The download continues if the client disconnects."""
     yield line({"status": "pulling manifest"})
     progress = QueueProgress()
     download = Download(name.removesuffix(LATEST), models.config.models_dir, progress)
     while (fields := await progress.lines.get()) is not None:
         yield line(fields)
-    if download.trouble is not None:
-        raise BadRequest(download.trouble, param="model")
+    if download.error is not None:
+        raise BadRequest(download.error, param="model")
     yield line({"status": f"start the server with --model {name} to serve it"})
     yield line(SUCCESS)

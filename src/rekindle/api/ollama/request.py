@@ -1,100 +1,54 @@
-"""From a request of Ollama's API to the turn that a runtime computes."""
+"""Builds the turn of an Ollama request, and keeps its `context`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import Any
 
 from pydantic import ValidationError
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import explain
-from rekindle.api.base.images import Illustrated
+from rekindle.api.base.fields import explain, stop_list
 from rekindle.api.base.messages import Message, rendered
+from rekindle.api.base.request import RequestBuilder
 from rekindle.api.ollama.schema import OllamaGenerateRequest, OllamaMessage, RequestBase
-from rekindle.config import Config
 from rekindle.errors import BadRequest, TooManyRequests, Unavailable
 from rekindle.protocol.admin import Tokenize, Tokenized
-from rekindle.protocol.requests import GenerateRequest, SamplingParams
+from rekindle.protocol.requests import GenerateRequest
 from rekindle.worker.client import RuntimeClient
-
-WHOLE_CONTEXT = -1  # as `repeat_last_n`
-
-
-def conversation(messages: Sequence[Message], illustrated: Illustrated | None) -> dict[str, Any]:
-    """The fields of a request that are its messages; `illustrated`: with pictures."""
-    if illustrated is not None:
-        return {"messages": illustrated.messages, "pictures": illustrated.pictures}
-    return {"messages": rendered(list(messages))}
 
 
 def generate_request(
-    body: RequestBase, config: Config, salt: bytes, prompt: dict[str, Any]
+    body: RequestBase, builder: RequestBuilder, prompt: dict[str, Any]
 ) -> GenerateRequest:
-    """`prompt`: the fields that say what the model reads."""
-    return GenerateRequest(
-        turn=0,
+    """`prompt` has the fields of the request that make up the prompt."""
+    options, limit = body.chosen, builder.config.max_tokens
+    if options.num_predict is not None:  # 0 and less: until the model stops
+        limit = options.num_predict if options.num_predict > 0 else None
+    return builder.build(
         **prompt,
         template_kwargs=body.template_kwargs,
         structured_output=body.structure,
-        sampling=_sampling(body, config),
-        max_tokens=_limit(body.chosen.num_predict, config),
-        stop=body.chosen.stops,
-        normalise=config.normalise,
-        reuse=config.context_cache,
-        exact=config.exact,
-        kv_bits=config.kv_bits,
-        kv_quantization_start=config.kv_quantization_start,
-        salt=salt,
+        sampling=options.sampling_params(builder.config),
+        max_tokens=limit,
+        stop=stop_list(options.stop),
     )
-
-
-def _sampling(body: RequestBase, config: Config) -> SamplingParams:
-    options = body.chosen
-    window = _or(options.repeat_last_n, config.repetition_context_size)
-    return SamplingParams(
-        temperature=_or(options.temperature, config.temperature),
-        top_p=_or(options.top_p, config.top_p),
-        top_k=max(options.top_k or 0, 0),
-        min_p=options.min_p or 0.0,
-        repetition_penalty=_or(options.repeat_penalty, config.repetition_penalty),
-        repetition_context_size=1 << 20 if window == WHOLE_CONTEXT else window,
-        presence_penalty=options.presence_penalty or 0.0,
-        frequency_penalty=options.frequency_penalty or 0.0,
-        seed=options.seed,
-    )
-
-
-def _limit(num_predict: int | None, config: Config) -> int | None:
-    """None: until the model stops or the context ends."""
-    if num_predict is None:
-        return config.max_tokens
-    return num_predict if num_predict > 0 else None
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
-# ----------------------------------------------------------------------
-# Messages of Ollama's API as those that templates read.
-
-CALL_ID_DIGITS = 9  # Mistral's templates refuse any other length
 
 
 def messages_of(sent: Sequence[OllamaMessage]) -> list[Message]:
-    """Ollama's calls have no ids, and results follow in the order of the calls: so each gets its
-    number, which is the same in every later turn."""
+    """Convert messages. Ollama's calls have no ids and their results follow in order, so both get
+    consecutive numbers. A call has the same number in every later turn."""
     called = _ids()
     answered = _ids()
     try:
         return [_message(each, called, answered) for each in sent]
-    except ValidationError as error:  # of what our own messages cannot be
+    except ValidationError as error:
         raise explain(error.errors()) from None
 
 
 def prompt_messages(body: OllamaGenerateRequest) -> list[Message]:
-    """The conversation that a prompt of /api/generate begins."""
+    """A prompt of /api/generate as a conversation."""
     system = [_plain("system", body.system)] if body.system else []
     user = OllamaMessage(role="user", content=body.prompt, images=body.images)
     return [*system, *messages_of([user])]
@@ -113,7 +67,8 @@ def _plain(role: str, text: str) -> Message:
 
 
 def _ids() -> Iterator[str]:
-    return (f"{number:0{CALL_ID_DIGITS}d}" for number in range(10**CALL_ID_DIGITS))
+    """Ids of nine digits: Mistral's templates refuse any other length."""
+    return (f"{number:09d}" for number in count())
 
 
 def _message(sent: OllamaMessage, called: Iterator[str], answered: Iterator[str]) -> Message:
@@ -133,7 +88,7 @@ def _message(sent: OllamaMessage, called: Iterator[str], answered: Iterator[str]
 
 
 def _content(sent: OllamaMessage) -> str | list[dict[str, Any]]:
-    """Pictures come before the text, as Ollama shows them to a model."""
+    """Images come before the text, as in Ollama's own prompts."""
     if not sent.images:
         return sent.content
     pictures = [{"type": "image_url", "image_url": _url(image)} for image in sent.images]
@@ -141,19 +96,16 @@ def _content(sent: OllamaMessage) -> str | list[dict[str, Any]]:
 
 
 def _url(image: str) -> str:
-    """Ollama sends the Base64 alone; which kind of picture it is, its bytes tell."""
+    """Ollama sends Base64 without a type. The decoder ignores the type anyway."""
     return image if image.startswith("data:") else f"data:image/png;base64,{image}"
 
 
-# ----------------------------------------------------------------------
-# `context` of /api/generate: a conversation as the tokens that the model has read and written.
-
-# A conversation: what another message adds to it, it adds to any.
+# Any conversation. A message adds the same tokens to it as to every other conversation.
 EARLIER = [user_message("a"), reply_message("b")]
 
 
 class Context:
-    """The tokens before a prompt, and those after its reply."""
+    """`context` of /api/generate: the tokens of the conversation so far."""
 
     def __init__(
         self,
@@ -169,13 +121,13 @@ class Context:
             "template_kwargs": body.template_kwargs,
             "normalise": normalise,
         }
-        self._is_told = not (body.raw or body.images)  # pictures are no tokens of the vocabulary
+        self._is_known = not (body.raw or body.images)  # images have no tokens
         self._before = body.context or []
         self._messages = prompt_messages(body) if not body.raw else []
         self._prompt: list[int] = []
 
     async def prompt(self) -> dict[str, Any]:
-        """The fields of a request that goes on from the context; none without one."""
+        """The prompt that continues the client's context, if it sent one."""
         if not self._before:
             return {}
         ready = self._runtime.ready
@@ -191,10 +143,10 @@ class Context:
         return {"prompt": self._prompt}
 
     async def after(self, reply: str) -> dict[str, Any]:
-        """The fields of an answer that say where to go on from; none where there is no telling. A
-        reply that was computed is not lost for it."""
+        """The context after the reply. It is left out if the runtime does not answer, because the
+        reply itself must not be lost."""
         try:
-            return {"context": await self._after(reply)} if self._is_told else {}
+            return {"context": await self._after(reply)} if self._is_known else {}
         except (TooManyRequests, Unavailable):
             return {}
 
@@ -217,7 +169,7 @@ class Context:
 
 
 def _more(longer: Sequence[int], shorter: Sequence[int]) -> Sequence[int]:
-    """What the first goes on with where the second ends."""
+    """The tokens of `longer` after the prefix that both share."""
     pairs = zip(longer, shorter, strict=False)
     unequal = (place for place, (one, other) in enumerate(pairs) if one != other)
     return longer[next(unequal, len(shorter)) :]

@@ -1,4 +1,4 @@
-"""POST /api/chat and POST /api/generate."""
+"""Serves /api/chat and /api/generate."""
 
 from __future__ import annotations
 
@@ -9,21 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.images import illustrate
+from rekindle.api.base.images import render_chat
 from rekindle.api.base.models import models_of
-from rekindle.api.base.names import with_affinity
+from rekindle.api.base.request import RequestBuilder
 from rekindle.api.base.tools import described
 from rekindle.api.ollama.models import runtime_named
-from rekindle.api.ollama.reply import RESPONSES, Answer, ChatFormat, GenerateFormat, line, stamped
-from rekindle.api.ollama.request import (
-    Context,
-    conversation,
-    generate_request,
-    messages_of,
-    prompt_messages,
-)
+from rekindle.api.ollama.reply import RESPONSES, ChatReply, GenerateReply, line, stamped
+from rekindle.api.ollama.request import Context, generate_request, messages_of, prompt_messages
 from rekindle.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, RequestBase
-from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.events import AssistantMessage
@@ -33,48 +26,45 @@ router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=RESPONSES)
 
 @router.post("/api/chat")
 async def chat(body: OllamaChatRequest, request: Request) -> Response:
-    """Answer a conversation in Ollama's form; what was computed for an equal prefix before, in any
-    form, is reused."""
+    """Answer a conversation. State that was computed for an equal prefix, in any dialect, is
+    reused."""
     models = models_of(request)
     runtime = runtime_named(models, body.model)
     if not body.messages:
-        return _there(body, ChatFormat().text(""), runtime.name)
+        return _load_status(body, ChatReply.text(""), runtime.name)
     messages = await run_off_loop(request, messages_of, body.messages)
-    illustrated = await illustrate(request, runtime, messages, None)
-    prompt = {**conversation(messages, illustrated), "tools": described(body.tools)}
-    asked = generate_request(body, models.config, caller_of(request).salt, prompt)
-    answer = Answer(
-        runtime, with_affinity(request, asked), ChatFormat(), body.model or runtime.name
-    )
-    return await answer.respond(request, streams=body.streams)
+    rendered = await render_chat(request, runtime, messages)
+    prompt = {**rendered.fields, "tools": described(body.tools)}
+    turn = generate_request(body, RequestBuilder.of(request), prompt)
+    reply = ChatReply(request, runtime, turn, body.model or runtime.name)
+    return await reply.respond(stream=body.streams)
 
 
 @router.post("/api/generate")
 async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
-    """Answer a prompt; `context` of an earlier answer makes it go on from there."""
+    """Answer a prompt. With `context` of an earlier answer, continue that conversation."""
     models = models_of(request)
     runtime = runtime_named(models, body.model)
     if not body.prompt:
-        return _there(body, GenerateFormat().text(""), runtime.name)
+        return _load_status(body, GenerateReply.text(""), runtime.name)
     client, normalise = AdminClient.of_tenant(request), models.config.normalise
     context = Context(client, runtime, body, normalise=normalise)
     prompt = {"prompt": body.prompt} if body.raw else await context.prompt()
     if not body.raw and not body.context:
         messages = prompt_messages(body)
-        prompt = conversation(messages, await illustrate(request, runtime, messages, None))
+        prompt = (await render_chat(request, runtime, messages)).fields
 
     async def context_after(reply: AssistantMessage) -> dict[str, Any]:
         return await context.after(reply.text)
 
-    asked = generate_request(body, models.config, caller_of(request).salt, prompt)
-    name = body.model or runtime.name
-    answer = Answer(runtime, with_affinity(request, asked), GenerateFormat(), name, context_after)
-    return await answer.respond(request, streams=body.streams)
+    turn = generate_request(body, RequestBuilder.of(request), prompt)
+    reply = GenerateReply(request, runtime, turn, body.model or runtime.name, context_after)
+    return await reply.respond(stream=body.streams)
 
 
-def _there(body: RequestBase, empty: dict[str, Any], name: str) -> Response:
-    """Without a prompt, clients ask for a model to be loaded or unloaded: those that are served
-    are always loaded, and what they keep is kept."""
+def _load_status(body: RequestBase, empty: dict[str, Any], name: str) -> Response:
+    """Answer a request without a prompt, which asks to load or unload the model. Served models
+    are always loaded, so there is nothing to do."""
     reason = "unload" if body.unloads else "load"
     fields = stamped(body.model or name, {**empty, "done": True, "done_reason": reason})
     if not body.streams:

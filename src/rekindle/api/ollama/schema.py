@@ -1,4 +1,4 @@
-"""Requests as Ollama's clients send them: known fields are checked, unknown ones ignored."""
+"""Validates Ollama's requests. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -7,58 +7,62 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from rekindle.api.base.fields import (
-    MOST_TOKENS,
+    MAX_ITEMS,
+    MAX_TOKENS,
+    STRICT,
     WHOLE,
-    Seed,
+    Count,
     Stop,
+    Text,
     Tokens,
-    bounded_text,
-    shallow,
+    limit_depth,
     takes,
 )
-from rekindle.api.base.messages import MOST_MESSAGES, Arguments, bounded
+from rekindle.api.base.messages import Arguments, limit_messages
+from rekindle.api.base.sampling import SamplingFields
 from rekindle.api.base.tools import Tools
 from rekindle.errors import Unsupported
 from rekindle.protocol.requests import StructuredOutput
 
-MOST_IMAGES = 64  # of one message
+#: Ollama's names of sampling parameters, where they differ.
+SAMPLING_ALIASES = {
+    "repetition_penalty": "repeat_penalty",
+    "repetition_context_size": "repeat_last_n",
+}
 
-Text = Annotated[str, BeforeValidator(bounded_text)]
 Format = Annotated[
     Literal["", "json"] | dict[str, Any],
     takes('"json", or a JSON schema, which is an object'),
-    AfterValidator(shallow),
+    AfterValidator(limit_depth),
 ]
 Think = Annotated[
     bool | Literal["low", "medium", "high"], takes('true, false, "low", "medium" or "high"')
 ]
 KeepAlive = Annotated[str | float, takes('a duration: seconds, or a text like "5m"')]
-Count = Annotated[int, Field(ge=-2, le=MOST_TOKENS), WHOLE]
+# -1 stands for the whole context.
+RepeatLastN = Annotated[
+    int,
+    Field(ge=-1, le=MAX_TOKENS),
+    AfterValidator(lambda window: 1 << 20 if window == -1 else window),
+    WHOLE,
+]
 
 
 class _Form(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
 
-class Options(_Form):
-    """How tokens are chosen; None: as the server is configured. What concerns the loading of a
-    model (`num_ctx`, `num_gpu`, …) was decided when the server was started."""
+class Options(SamplingFields):
+    """Sampling parameters. Options about loading (`num_ctx`, `num_gpu`, …) are ignored, because the
+    server decides them when it starts."""
 
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS), WHOLE] | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    repeat_penalty: float | None = Field(None, gt=0, le=100)
-    repeat_last_n: Annotated[int, Field(ge=-1, le=MOST_TOKENS), WHOLE] | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: Seed | None = None
-    num_predict: Count | None = None
+    model_config = ConfigDict(
+        **STRICT, alias_generator=lambda name: SAMPLING_ALIASES.get(name, name)
+    )
+
+    repetition_context_size: RepeatLastN | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS), WHOLE] | None = None
     stop: Stop | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
 
 class RequestBase(_Form):
@@ -88,7 +92,7 @@ class RequestBase(_Form):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Nothing where a client says nothing: then the prompt is that of other dialects."""
+        """Set only what the client sets: otherwise the prompt equals that of other dialects."""
         if self.think is None:
             return {}
         if isinstance(self.think, str):
@@ -97,7 +101,7 @@ class RequestBase(_Form):
 
     @property
     def unloads(self) -> bool:
-        """Whether a request without a prompt asks for the model to be unloaded."""
+        """Whether a request without a prompt asks to unload the model."""
         return self.keep_alive in (0, "0", "0s", "0m")
 
 
@@ -110,7 +114,7 @@ class ToolCall(_Form):
     function: CalledFunction
 
 
-Images = Annotated[list[Text], Field(max_length=MOST_IMAGES, fail_fast=True)]
+Images = Annotated[list[Text], Field(max_length=64, fail_fast=True)]
 
 
 class OllamaMessage(_Form):
@@ -122,34 +126,34 @@ class OllamaMessage(_Form):
     tool_name: str | None = None
 
     @model_validator(mode="after")
-    def _shown_by_others(self) -> OllamaMessage:
+    def _assistant_has_no_images(self) -> OllamaMessage:
         if self.images and self.role == "assistant":
-            raise ValueError("takes text alone, as the assistant's do: leave out `images`")
+            raise ValueError("takes text alone from the assistant: leave out `images`")
         return self
 
 
 OllamaMessages = Annotated[
     list[OllamaMessage],
-    Field(max_length=MOST_MESSAGES, fail_fast=True),
-    BeforeValidator(bounded),
+    Field(max_length=MAX_ITEMS, fail_fast=True),
+    BeforeValidator(limit_messages),
 ]
 
 
 class OllamaChatRequest(RequestBase):
-    """POST /api/chat; without messages it asks whether the model is there."""
+    """POST /api/chat. Without messages it loads or unloads the model."""
 
     messages: OllamaMessages = Field(default_factory=list)
     tools: Tools | None = None
 
 
 class OllamaGenerateRequest(RequestBase):
-    """POST /api/generate; without a prompt it asks whether the model is there."""
+    """POST /api/generate. Without a prompt it loads or unloads the model."""
 
     prompt: Text = ""
     system: Text | None = None
     images: Images | None = None
-    context: Tokens | None = Field(None, description="That of an earlier answer, to go on from")
-    raw: bool | None = Field(None, description="The prompt as it is, without a template")
+    context: Tokens | None = Field(None, description="Tokens of an earlier answer to continue")
+    raw: bool | None = Field(None, description="Use the prompt without a template")
     suffix: str | None = None
     template: str | None = None
 
@@ -157,28 +161,28 @@ class OllamaGenerateRequest(RequestBase):
     def _served(self) -> OllamaGenerateRequest:
         for name, instead in (
             ("suffix", "filling in the middle is not supported: remove"),
-            ("template", "a template of your own is not taken, the model has one: remove"),
+            ("template", "the model's own chat template is always used: remove"),
         ):
             if getattr(self, name):
                 raise Unsupported(f"{instead} `{name}`", param=name)
         if self.images and (self.context or self.raw):
             raise Unsupported(
-                "pictures go with a conversation: leave `context` and `raw` out, or use /api/chat",
+                "images need a conversation: leave `context` and `raw` out, or use /api/chat",
                 param="images",
             )
         return self
 
 
 class OllamaEmbedRequest(_Form):
-    """POST /api/embed, and its older form /api/embeddings with `prompt`."""
+    """POST /api/embed, and the older /api/embeddings with `prompt`."""
 
     model: str | None = None
     input: Annotated[
         Text | Annotated[list[Text], Field(fail_fast=True)], takes("a string, or a list of strings")
     ] = Field(default_factory=list)
     prompt: Text | None = None
-    truncate: bool | None = Field(None, description="False: an input that is too long is refused")
-    dimensions: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] | None = None
+    truncate: bool | None = Field(None, description="False: refuse an input that is too long")
+    dimensions: Count | None = None
     keep_alive: KeepAlive | None = None
 
     @property
@@ -189,7 +193,7 @@ class OllamaEmbedRequest(_Form):
 
 
 class ModelRequest(_Form):
-    """What names a model; older clients say `name`."""
+    """Names a model. Older clients send `name`."""
 
     model: str | None = None
     name: str | None = None

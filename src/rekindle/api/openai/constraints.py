@@ -1,4 +1,4 @@
-"""What a reply's text has to be: OpenAI's, vLLM's and llama.cpp's fields, all of them enforced."""
+"""Validates the fields that constrain a reply: its format, a grammar, or the tools it may call."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from rekindle.api.base.fields import FunctionName, shallow, takes
-from rekindle.api.base.tools import Tool
+from rekindle.api.base.fields import FunctionName, limit_depth, takes
+from rekindle.api.base.tools import Tool, ToolSelection
 from rekindle.errors import BadRequest, Unsupported
-from rekindle.protocol.requests import StructuredOutput, ToolUse
-
-# ----------------------------------------------------------------------
-# `response_format`: what a reply's text has to be.
+from rekindle.protocol.requests import StructuredOutput
 
 Schema = Annotated[
-    dict[str, Any] | bool, takes("a JSON schema, which is an object"), AfterValidator(shallow)
+    dict[str, Any] | bool, takes("a JSON schema, which is an object"), AfterValidator(limit_depth)
 ]
 
 
@@ -31,7 +28,7 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """OpenAI's three forms, and the schema that some clients send with `json_object`."""
+    """OpenAI's three formats. Some clients send a schema with `json_object`."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -47,7 +44,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def structure(self) -> StructuredOutput | None:
-        """As the runtime takes it; None for plain text."""
+        """The constraint for the runtime, or None for plain text."""
         match self.type:
             case "text":
                 return None
@@ -57,11 +54,8 @@ class ResponseFormat(BaseModel):
         return StructuredOutput(schema=self.json_schema.schema_)
 
 
-MOST_GRAMMAR_CHARACTERS = 65_536
-MOST_REGEX_CHARACTERS = 16_384
-MOST_CHOICES = 1_000
-MOST_CHOICE_CHARACTERS = 65_536  # of all choices together
-#: Fields, and what of a StructuredOutput each of them is.
+MAX_GRAMMAR_CHARACTERS = 65_536  # and of all choices together
+#: Request fields, and the field of StructuredOutput that each of them sets.
 FIELDS = {
     "grammar": "grammar",
     "json_schema": "schema",
@@ -71,7 +65,7 @@ FIELDS = {
     "guided_grammar": "grammar",
 }
 PARTS = {"json": "schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
-NO_EFFECT = ("disable_fallback", "backend", "_backend")  # there is one backend
+NO_EFFECT = ("disable_fallback", "backend", "_backend")  # there is only one backend
 TAKES = (
     "`structured_outputs` takes an object with one of `json`, `regex`, `choice`, `grammar` and "
     "`json_object`"
@@ -79,38 +73,34 @@ TAKES = (
 
 
 def _parsed(schema: Any) -> Any:
-    """vLLM takes a schema as a string as well."""
+    """Parse a schema that is a string, which vLLM accepts too."""
     if not isinstance(schema, str):
         return schema
     try:
-        return orjson.loads(schema)  # by the rules that bodies obey
+        return orjson.loads(schema)
     except orjson.JSONDecodeError:
         return schema
 
 
 def _short(choices: list[str]) -> list[str]:
-    if sum(map(len, choices)) > MOST_CHOICE_CHARACTERS:
-        raise ValueError(f"takes at most {MOST_CHOICE_CHARACTERS} characters in all")
+    if sum(map(len, choices)) > MAX_GRAMMAR_CHARACTERS:
+        raise ValueError(f"takes at most {MAX_GRAMMAR_CHARACTERS} characters in all")
     return choices
 
 
-def _none_if_empty(grammar: Any) -> Any:
-    """llama.cpp's clients send an empty grammar for none."""
-    return None if grammar == "" else grammar
-
-
+EMPTY_IS_NONE = BeforeValidator(lambda text: None if text == "" else text)  # as in llama.cpp
 SchemaOrText = Annotated[Schema, BeforeValidator(_parsed)]
-GrammarText = Annotated[str, Field(min_length=1, max_length=MOST_GRAMMAR_CHARACTERS)]
-Regex = Annotated[str, Field(min_length=1, max_length=MOST_REGEX_CHARACTERS)]
+GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)]
+Regex = Annotated[str, Field(min_length=1, max_length=16_384)]
 Choices = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True),
+    Field(min_length=1, max_length=1_000, fail_fast=True),
     AfterValidator(_short),
 ]
 
 
 class StructuredOutputs(BaseModel):
-    """What a reply has to be: one of these."""
+    """vLLM's constraints. Exactly one is given."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -137,7 +127,7 @@ class StructuredOutputs(BaseModel):
 
     @property
     def structures(self) -> dict[str, StructuredOutput]:
-        """What is asked for, by the field that asks."""
+        """The constraints, by request field."""
         values = {name: getattr(self, "json_" if name == "json" else name) for name in PARTS}
         found = {
             f"structured_outputs.{name}": StructuredOutput(
@@ -152,21 +142,21 @@ class StructuredOutputs(BaseModel):
 
 
 class StructuredFields(BaseModel):
-    """The fields of a request that say what its reply has to be."""
+    """The request fields that constrain the text of a reply. At most one is given."""
 
     response_format: ResponseFormat | None = None
-    grammar: Annotated[GrammarText | None, BeforeValidator(_none_if_empty)] = Field(
-        None, description="llama.cpp's: GBNF, or Lark, that the reply follows"
+    grammar: Annotated[GrammarText | None, EMPTY_IS_NONE] = Field(
+        None, description="llama.cpp: a GBNF or Lark grammar for the reply"
     )
-    json_schema: Schema | None = Field(None, description="llama.cpp's: the reply is such JSON")
-    guided_json: SchemaOrText | None = Field(None, description="vLLM's: the reply is such JSON")
-    guided_regex: Regex | None = Field(None, description="vLLM's: the whole reply matches it")
-    guided_choice: Choices | None = Field(None, description="vLLM's: the reply is one of these")
+    json_schema: Schema | None = Field(None, description="llama.cpp: a JSON schema for the reply")
+    guided_json: SchemaOrText | None = Field(None, description="vLLM: a JSON schema for the reply")
+    guided_regex: Regex | None = Field(None, description="vLLM: a regular expression for the reply")
+    guided_choice: Choices | None = Field(None, description="vLLM: the reply is one of these texts")
     guided_grammar: GrammarText | None = Field(
-        None, description="vLLM's: GBNF, or Lark, that the reply follows"
+        None, description="vLLM: a GBNF or Lark grammar for the reply"
     )
     structured_outputs: StructuredOutputs | None = Field(
-        None, description="vLLM's: what the reply has to be"
+        None, description="vLLM: one of the constraints above"
     )
 
     @model_validator(mode="after")
@@ -174,14 +164,14 @@ class StructuredFields(BaseModel):
         if len(asking := list(self._structures)) > 1:
             named = " and ".join(f"`{name}`" for name in asking)
             raise BadRequest(
-                f"A reply is held to one thing, not to {named}: leave out all but one.",
+                f"A reply can have one constraint, not {named}: leave out all but one.",
                 param=asking[1].partition(".")[0],
             )
         return self
 
     @property
     def structure(self) -> StructuredOutput | None:
-        """As the runtime takes it; None for plain text."""
+        """The constraint for the runtime, or None for plain text."""
         return next(iter(self._structures.values()), None)
 
     @property
@@ -194,10 +184,6 @@ class StructuredFields(BaseModel):
         if self.response_format and (structure := self.response_format.structure):
             found["response_format"] = structure
         return found | (self.structured_outputs.structures if self.structured_outputs else {})
-
-
-# ----------------------------------------------------------------------
-# `tool_choice`: which of a request's tools its reply may call, or has to.
 
 
 class _Form(BaseModel):
@@ -232,59 +218,23 @@ ToolChoice = Annotated[
 ]
 
 
-def check(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> None:
-    """Refuse a choice among functions that the request does not define."""
-    if choice == "required" and not tools:
-        raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
+def select_tools(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> ToolSelection:
+    """Resolve `tool_choice`. Raises BadRequest if a function is not in `tools`."""
+    match choice:
+        case NamedTool():
+            selection = ToolSelection("required", frozenset([choice.function.name]))
+        case AllowedChoice(allowed_tools=allowed):
+            names = frozenset(tool.function.name for tool in allowed.tools)
+            selection = ToolSelection(allowed.mode, names)
+        case "required" if not tools:
+            raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
+        case _:
+            return ToolSelection(choice or "auto")
     offered = {tool.function.name for tool in tools or ()}
-    for name in _names(choice):
+    for name in selection.names or ():
         if name not in offered:
             raise BadRequest(
                 f"`tool_choice` names the function {name!r}, which is not among `tools`.",
                 param="tool_choice",
             )
-
-
-def tool_use(choice: ToolChoice | None, *, parallel: bool) -> ToolUse:
-    """The choice as the runtime takes it."""
-    match choice:
-        case None:
-            return ToolUse(parallel=parallel)
-        case NamedTool():
-            return ToolUse(choice="required", name=choice.function.name, parallel=parallel)
-        case AllowedChoice():
-            name = _only(choice)
-            return ToolUse(choice=choice.allowed_tools.mode, name=name, parallel=parallel)
-    return ToolUse(choice=choice, parallel=parallel)
-
-
-def offered(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> list[Tool]:
-    """The tools that the prompt describes.
-
-    Tools that are not allowed are left out, which changes the prompt. A single tool that has to be
-    called is enforced by name instead, and the prompt stays the same.
-    """
-    if not isinstance(choice, AllowedChoice) or _only(choice):
-        return list(tools or ())
-    allowed = set(_names(choice))
-    return [tool for tool in tools or () if tool.function.name in allowed]
-
-
-def forces_call(choice: ToolChoice | None) -> bool:
-    return tool_use(choice, parallel=True).choice == "required"
-
-
-def _names(choice: ToolChoice | None) -> list[str]:
-    match choice:
-        case NamedTool():
-            return [choice.function.name]
-        case AllowedChoice():
-            return [tool.function.name for tool in choice.allowed_tools.tools]
-    return []
-
-
-def _only(choice: AllowedChoice) -> str | None:
-    """The one function that has to be called, where there is one."""
-    names = set(_names(choice))
-    single = len(names) == 1 and choice.allowed_tools.mode == "required"
-    return names.pop() if single else None
+    return selection

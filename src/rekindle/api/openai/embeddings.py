@@ -1,4 +1,4 @@
-"""POST /v1/embeddings."""
+"""Serves /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.fields import MOST_TOKENS, WHOLE, PromptInput, as_prompts
+from rekindle.api.base.fields import STRICT, Count, PromptInput, as_prompts
 from rekindle.api.base.models import models_of
 from rekindle.api.base.turns import result_of, while_connected
 from rekindle.http.auth import caller_of
@@ -20,44 +20,36 @@ from rekindle.protocol.embeddings import Embedded, EmbedRequest
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
-MOST_INPUTS = 2048
-FLOAT_BYTES = 4
+MAX_INPUTS = 2048
 
 
-def _few(inputs: Any) -> Any:
-    """Counted before they are checked, which takes its time for each."""
+def _limit_inputs(inputs: Any) -> Any:
+    """Count the inputs before they are validated. A list of token ids is a single input."""
     is_list = isinstance(inputs, list) and not isinstance(next(iter(inputs), None), int)
-    if is_list and len(inputs) > MOST_INPUTS:
-        raise ValueError(f"takes at most {MOST_INPUTS} inputs, not {len(inputs)}")
+    if is_list and len(inputs) > MAX_INPUTS:
+        raise ValueError(f"takes at most {MAX_INPUTS} inputs, not {len(inputs)}")
     return inputs
 
 
 class EmbeddingRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
-    input: Annotated[PromptInput, BeforeValidator(_few)]
+    input: Annotated[PromptInput, BeforeValidator(_limit_inputs)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] | None = Field(
-        None, description="The first so many of a vector, made of length one again"
+    dimensions: Count | None = Field(
+        None, description="Truncate each vector to this many numbers and normalise it again"
     )
-    batch_size: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] | None = Field(
-        None, description="The most inputs that are computed at once"
+    batch_size: Count | None = Field(
+        None, description="Largest number of inputs that are computed in one batch"
     )
     user: str | None = None
-    use_kv_cache: bool | None = Field(None, description="False: compute what is known, too")
-
-    @field_validator("input")
-    @classmethod
-    def _some_inputs(cls, value: Any) -> Any:
-        if value == [] or (isinstance(value, list) and [] in value):
-            raise ValueError("takes at least one input, and of tokens at least one in each")
-        return value
+    use_kv_cache: bool | None = Field(None, description="False: compute every input again")
 
 
 @router.post("/v1/embeddings")
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-    """A vector of length one for each input, in their order; equal inputs are computed once."""
+    """Compute a normalised vector for each input. Equal inputs are computed once."""
     models = models_of(request)
     runtime = models.embedder(body.model)
     wanted = EmbedRequest(
@@ -91,14 +83,14 @@ def _rendered(embedded: Embedded, model: str, encoding_format: str | None) -> by
 
 
 def _base64(embedded: Embedded) -> list[str]:
-    size = embedded.dimensions * FLOAT_BYTES
+    size = 4 * embedded.dimensions  # bytes of its 32-bit floats
     view = memoryview(embedded.vectors)
     starts = range(0, len(view), size)
     return [b64encode(view[start : start + size]).decode() for start in starts]
 
 
 def _floats(embedded: Embedded) -> Any:
-    """An array: JSON then has the shortest text of each f32, half of what its f64 would have."""
-    import numpy as np  # slow to import, and most servers do without it
+    """Return a float32 array: its JSON is half as long as that of Python's floats."""
+    import numpy as np  # slow to import, and most servers do not need it
 
     return np.frombuffer(embedded.vectors, "<f4").reshape(-1, embedded.dimensions)

@@ -1,55 +1,274 @@
-"""Events of turns as one answer of OpenAI's API, whole or streamed; endpoints differ in format."""
+"""Formats replies as OpenAI's chat and text completions, whole or in chunks."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import codecs
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
 
 from msgspec import structs
 from starlette.requests import Request
-from starlette.responses import Response
 
-from rekindle.api.base.admin import refine_report
-from rekindle.api.base.report import log_line, x_cache
-from rekindle.api.base.turns import Turns, while_connected, write_on_arrival
-from rekindle.api.openai.schema import RequestBase
-from rekindle.http.middleware import received_s
-from rekindle.http.responses import (
-    SSE_DONE,
-    EventStream,
-    EventTemplate,
-    JsonResponse,
-    sse_comment,
-    sse_data,
-    sse_event,
-)
+from rekindle.api.base.reply import Reply, finite, token_logprobs, x_cache
+from rekindle.api.openai.schema import CompletionsBase
+from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
 from rekindle.protocol.events import (
+    ArgumentsDelta,
     AssistantMessage,
     Delta,
     Event,
     Finished,
     Part,
     Prefill,
+    ReasoningDelta,
     Started,
     TextDelta,
+    TokenLogprob,
+    ToolCall,
     ToolCallStart,
 )
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.version import __version__
 from rekindle.worker.client import RuntimeClient
 
-# ----------------------------------------------------------------------
-# `usage` of an answer: what it cost.
+
+class CompletionsReply(Reply):
+    """What chat and text completions have in common. The subclasses format a choice."""
+
+    id_prefix: str
+    whole_object: str  # `object` of a whole answer
+    chunk_object: str  # `object` of a streamed chunk
+
+    def __init__(
+        self,
+        http: Request,
+        runtime: RuntimeClient,
+        requests: list[GenerateRequest],
+        body: CompletionsBase,
+        *,
+        others: Sequence[RuntimeClient] = (),
+    ) -> None:
+        super().__init__(http, runtime, requests, others=others)
+        self._body = body
+        self._choices = body.n or 1  # per prompt
+        self._messages = [AssistantMessage() for request in requests for _ in request.turns]
+        self._first_byte_at_s: float | None = None  # of a stream
+        self._opened: set[int] = set()  # choices of a stream that have begun
+        self._text_chunks: dict[int, EventTemplate] = {}  # by choice
+        self._common_fields = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": runtime.name,
+            "system_fingerprint": f"rekindle-{__version__}",
+        }
+
+    @abstractmethod
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        """What a stream sends of a choice before its first part. `calls`: that part is a call."""
+
+    @abstractmethod
+    def delta(self, index: int, part: Part) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def closing(self, index: int, finished: Finished) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
+        """A choice of a whole answer."""
+
+    def add(self, index: int, part: Part) -> None:
+        self._messages[index].add(part)
+
+    async def body(self) -> dict[str, Any]:
+        finished = self.finished
+        pairs = zip(self._messages, finished, strict=True)
+        return {
+            **self._common_fields,
+            "object": self.whole_object,
+            "choices": [self.choice(index, *each) for index, each in enumerate(pairs)],
+            "usage": usage(finished, self._choices),
+            "x_cache": x_cache(finished, self._choices),
+            "timings": timings(finished, self._choices),
+        }
+
+    def chunks(self, index: int, event: Event) -> list[bytes]:
+        if isinstance(event, Delta):
+            return self._delta_chunks(index, event.part)
+        if isinstance(event, Finished):
+            closing = self.closing(index, event)
+            return [*self._opening(index), self._chunk([closing], timings=timings([event], 1))]
+        if isinstance(event, Started | Prefill) and self._body.progress:
+            return [self._progress(event)]
+        return []
+
+    def _delta_chunks(self, index: int, part: Part) -> list[bytes]:
+        if isinstance(part, TextDelta) and part.logprobs is None:
+            chunk = self._text_chunk(index, part.text)
+        else:
+            chunk = self._chunk([self.delta(index, part)])
+        if index in self._opened:
+            return [chunk]
+        self._first_byte_at_s = self._first_byte_at_s or time.monotonic()
+        return [*self._opening(index, calls=isinstance(part, ToolCallStart)), chunk]
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """All chunks of text are alike, so that the JSON around the text is written once."""
+        template = self._text_chunks.get(index)
+        if template is None:
+            template = self._text_chunks[index] = EventTemplate(
+                lambda text: self._chunk([self.delta(index, TextDelta(text))])
+            )
+        return template.event(text)
+
+    def _opening(self, index: int, *, calls: bool = False) -> list[bytes]:
+        if index in self._opened:
+            return []
+        self._opened.add(index)
+        opening = self.opening(index, calls=calls)
+        return [self._chunk([opening])] if opening else []
+
+    def _progress(self, event: Started | Prefill) -> bytes:
+        done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
+        if self._body.progress == "comments":
+            return sse_comment(f"prefill {done}/{event.prompt_tokens}")
+        progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
+        return self._chunk([], prefill_progress=progress)
+
+    async def end(self) -> bytes:
+        chunks = []
+        if self._body.includes_usage:
+            cost = usage(self.finished, self._choices, self._first_byte_at_s)
+            chunks.append(self._chunk([], usage=cost))
+        if self._body.reports_cache:
+            # It has the fields of a chunk: OpenAI's Python client yields named events as chunks.
+            chunk = {**self._common_fields, "object": self.chunk_object, "choices": []}
+            report = x_cache(self.finished, self._choices)
+            chunks.append(sse_event("x_cache", {**chunk, **report}))
+        return b"".join([*chunks, SSE_DONE])
+
+    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        chunk = {**self._common_fields, "object": self.chunk_object, "choices": choices}
+        if self._body.includes_usage:
+            chunk["usage"] = None
+        return sse_data({**chunk, **more})
+
+
+class ChatReply(CompletionsReply):
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        return _chat_delta(index, {"role": "assistant", "content": None if calls else ""})
+
+    def delta(self, index: int, part: Part) -> dict[str, Any]:
+        choice = _chat_delta(index, _delta_fields(part))
+        if isinstance(part, TextDelta) and part.logprobs is not None:
+            choice["logprobs"] = _chat_logprobs(part.logprobs)
+        return choice
+
+    def closing(self, index: int, finished: Finished) -> dict[str, Any]:
+        return {**_chat_delta(index, _message_id(finished)), "finish_reason": finished.reason}
+
+    def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
+        return {
+            "index": index,
+            "message": {**message.as_dict(), "refusal": None, **_message_id(finished)},
+            "logprobs": _chat_logprobs(message.logprobs) if message.logprobs else None,
+            "finish_reason": finished.reason,
+        }
+
+
+def _delta_fields(part: Part) -> dict[str, Any]:
+    match part:
+        case TextDelta():
+            return {"content": part.text}
+        case ReasoningDelta():
+            return {"reasoning_content": part.text}
+        case ToolCallStart():
+            call = ToolCall(part.id, part.name).as_dict()
+            return {"tool_calls": [{"index": part.index, **call}]}
+        case ArgumentsDelta():
+            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+
+def _message_id(finished: Finished) -> dict[str, str]:
+    return {} if finished.message_id is None else {"message_id": finished.message_id}
+
+
+def _chat_delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _chat_logprobs(logprobs: list[TokenLogprob]) -> dict[str, Any]:
+    return {"content": token_logprobs(logprobs), "refusal": None}
+
+
+class TextReply(CompletionsReply):
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._offsets: dict[int, TextOffset] = defaultdict(TextOffset)
+
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        return None
+
+    def delta(self, index: int, part: Part) -> dict[str, Any]:
+        assert isinstance(part, TextDelta), "a text completion has no other parts"
+        return self._choice(index, part.text, part.logprobs, None)
+
+    def closing(self, index: int, finished: Finished) -> dict[str, Any]:
+        return self._choice(index, "", None, finished.reason)
+
+    def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
+        return self._choice(index, message.text, message.logprobs, finished.reason)
+
+    def _choice(
+        self, index: int, text: str, logprobs: list[TokenLogprob] | None, reason: str | None
+    ) -> dict[str, Any]:
+        shown = _text_logprobs(logprobs, self._offsets[index]) if logprobs else None
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
+
+
+class TextOffset:
+    """Where in the text the next token begins. A character split over tokens counts at its end."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._characters = 0
+
+    def advance(self, piece: bytes) -> int:
+        """Move past a token and return where it begins."""
+        start = self._characters
+        self._characters += len(self._decoder.decode(piece))
+        return start
+
+
+def _text_logprobs(logprobs: list[TokenLogprob], offset: TextOffset) -> dict[str, Any]:
+    return {
+        "tokens": [_text(token.piece) for token in logprobs],
+        "token_logprobs": [finite(token.logprob) for token in logprobs],
+        "top_logprobs": [
+            {_text(piece): finite(score) for piece, score in token.top} for token in logprobs
+        ],
+        "text_offset": [offset.advance(token.piece) for token in logprobs],
+    }
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode(errors="replace")
 
 
 def usage(
     turns: Sequence[Finished], choices: int, first_byte_at_s: float | None = None
 ) -> dict[str, Any]:
-    """A prompt with several choices counts once."""
+    """OpenAI's `usage`. A prompt with several choices counts once."""
     prompts = turns[::choices]
     prompt_tokens = sum(turn.prompt_tokens for turn in prompts)
     completion_tokens = sum(turn.completion_tokens for turn in turns)
@@ -69,7 +288,7 @@ def usage(
 
 
 def timings(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
-    """The same as llama.cpp's server tells it: tokens, milliseconds and speeds."""
+    """llama.cpp's `timings`: tokens, milliseconds and speeds."""
     prompts = turns[::choices]
     reused = sum(turn.cache.reused_tokens for turn in prompts)
     computed = sum(turn.prompt_tokens for turn in prompts) - reused
@@ -92,185 +311,10 @@ def _speed(what: str, tokens: int, seconds: float) -> dict[str, Any]:
 
 
 def _first_token_time(turn: Finished, first_byte_at_s: float | None) -> dict[str, Any]:
-    """Seconds of each stage up to the first token, and in a stream up to the first byte of it."""
+    """Seconds of each stage up to the first token, and in a stream up to its first byte."""
     if turn.stages is None:
         return {}
     stages = structs.asdict(turn.stages)
     if first_byte_at_s is not None and turn.first_token_at_s is not None:
         stages["first_byte"] = first_byte_at_s - turn.first_token_at_s
     return {"first_token_time": {stage: round(spent, 6) for stage, spent in stages.items()}}
-
-
-log = logging.getLogger("rekindle.turn")
-
-
-class Choice:
-    """Collects the events of one turn."""
-
-    def __init__(self) -> None:
-        self.message = AssistantMessage()
-        self.finished: Finished | None = None
-
-    def add(self, event: Event) -> None:
-        match event:
-            case Delta(_, part):
-                self.message.add(part)
-            case Finished():
-                self.finished = event
-                log.info("%s", log_line(event))
-
-
-class AnswerFormat(Protocol):
-    """How one endpoint writes choices."""
-
-    id_prefix: str
-    whole: str  # `object` of a whole answer
-    chunk: str  # `object` of a streamed chunk
-
-    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
-        """What a stream sends of a choice before its first part, which may be a call."""
-
-    def delta(self, index: int, part: Part) -> dict[str, Any]: ...
-
-    def closing(self, index: int, finished: Finished) -> dict[str, Any]: ...
-
-    def choice(self, index: int, choice: Choice) -> dict[str, Any]: ...
-
-
-class Answer:
-    """The answer to one HTTP request."""
-
-    def __init__(
-        self,
-        runtime: RuntimeClient,
-        requests: list[GenerateRequest],
-        body: RequestBase,
-        format: AnswerFormat,
-        *,
-        others: Sequence[RuntimeClient] = (),
-    ) -> None:
-        self._runtime = runtime
-        self._others = others
-        self._requests = requests
-        self._body = body
-        self._format = format
-        self._per_prompt = body.n or 1
-        self._choices = [Choice() for request in requests for _ in request.turns]
-        self._first_byte_at_s: float | None = None  # of a stream
-        self._opened: set[int] = set()  # choices of a stream that have begun
-        self._texts: dict[int, EventTemplate] = {}  # by choice
-        self._common_fields = {
-            "id": f"{format.id_prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": runtime.name,
-            "system_fingerprint": f"rekindle-{__version__}",
-        }
-
-    async def respond(self, http: Request) -> Response:
-        return await (self._streamed(http) if self._body.stream else self._whole(http))
-
-    async def _whole(self, http: Request) -> Response:
-        with contextlib.closing(Turns(self._runtime, self._requests, received_s(http))) as turns:
-            await while_connected(http, self._collect(turns))
-        return JsonResponse(
-            {
-                **self._common_fields,
-                "object": self._format.whole,
-                "choices": [
-                    self._format.choice(index, choice) for index, choice in enumerate(self._choices)
-                ],
-                "usage": usage(self._finished(), self._per_prompt),
-                "x_cache": x_cache(self._finished(), self._per_prompt),
-                "timings": timings(self._finished(), self._per_prompt),
-            }
-        )
-
-    async def _collect(self, turns: Turns) -> None:
-        while turns.open:
-            index, event = await turns.next()
-            self._choices[index].add(event)
-        await refine_report(self._finished(), self._requests[0], self._others)
-
-    async def _streamed(self, http: Request) -> Response:
-        turns = Turns(self._runtime, self._requests, received_s(http))
-        try:
-            begun = await while_connected(http, turns.begun())
-        except BaseException:
-            turns.close()
-            raise
-        stream = EventStream(self._stream(turns, begun), turns.close)
-        return write_on_arrival(turns, stream, self._joined)
-
-    async def _stream(
-        self, turns: Turns, begun: list[tuple[int, Event]]
-    ) -> AsyncGenerator[bytes, None]:
-        if chunks := self._joined(begun):
-            yield chunks
-        while turns.open:
-            if chunks := self._joined(await turns.arrived()):
-                yield chunks
-        await refine_report(self._finished(), self._requests[0], self._others)
-        yield b"".join(self._ending())
-
-    def _joined(self, events: list[tuple[int, Event]]) -> bytes:
-        """What is sent of these events: each write costs as much as all else about a token."""
-        return b"".join(chunk for each in events for chunk in self._chunks(*each))
-
-    def _chunks(self, index: int, event: Event) -> list[bytes]:
-        match event:
-            case Delta(_, part):
-                self._first_byte_at_s = self._first_byte_at_s or time.monotonic()
-                return [*self._opening(index, part), self._delta(index, part)]
-            case Finished():
-                self._choices[index].add(event)
-                closing = self._chunk(
-                    [self._format.closing(index, event)], timings=timings([event], 1)
-                )
-                return [*self._opening(index), closing]
-            case Started() | Prefill() if self._body.progress:
-                return [self._progress(event)]
-        return []
-
-    def _opening(self, index: int, part: Part | None = None) -> list[bytes]:
-        if index in self._opened:
-            return []
-        self._opened.add(index)
-        opening = self._format.opening(index, calls=isinstance(part, ToolCallStart))
-        return [self._chunk([opening])] if opening else []
-
-    def _delta(self, index: int, part: Part) -> bytes:
-        if not isinstance(part, TextDelta) or part.logprobs is not None:
-            return self._chunk([self._format.delta(index, part)])
-        if index not in self._texts:
-            self._texts[index] = EventTemplate(
-                lambda text: self._chunk([self._format.delta(index, TextDelta(text))])
-            )
-        return self._texts[index].event(part.text)
-
-    def _progress(self, event: Started | Prefill) -> bytes:
-        done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
-        if self._body.progress == "comments":
-            return sse_comment(f"prefill {done}/{event.prompt_tokens}")
-        progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
-        return self._chunk([], prefill_progress=progress)
-
-    def _ending(self) -> list[bytes]:
-        chunks = []
-        if self._body.includes_usage:
-            cost = usage(self._finished(), self._per_prompt, self._first_byte_at_s)
-            chunks.append(self._chunk([], usage=cost))
-        if self._body.reports_cache:
-            # In a chunk's format too: OpenAI's Python client yields named events as chunks.
-            chunk = {**self._common_fields, "object": self._format.chunk, "choices": []}
-            report = x_cache(self._finished(), self._per_prompt)
-            chunks.append(sse_event("x_cache", {**chunk, **report}))
-        return [*chunks, SSE_DONE]
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {**self._common_fields, "object": self._format.chunk, "choices": choices}
-        if self._body.includes_usage:
-            chunk["usage"] = None
-        return sse_data({**chunk, **more})
-
-    def _finished(self) -> list[Finished]:
-        return [choice.finished for choice in self._choices if choice.finished]

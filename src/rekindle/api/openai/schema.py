@@ -1,40 +1,38 @@
-"""Requests as OpenAI clients send them: known fields are checked, unknown ones ignored."""
+"""Validates OpenAI's chat and text completion requests. Unknown fields are ignored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rekindle.api.base.fields import (
-    MOST_TOKENS,
+    MAX_ITEMS,
+    STRICT,
     WHOLE,
+    CacheRetention,
     FreeObject,
     Id,
     KvBits,
     KvGroupSize,
     KvStart,
-    LogitBias,
     Normalise,
     PrefillProgress,
     Priority,
     PromptInput,
-    Seed,
     SessionNumber,
     Stop,
     TokenLimit,
     as_prompts,
 )
-from rekindle.api.base.messages import MOST_MESSAGES, Messages, Resize
-from rekindle.api.base.tools import Tools
-from rekindle.api.openai import constraints as tool_choice
-from rekindle.api.openai.constraints import StructuredFields, ToolChoice
+from rekindle.api.base.messages import Messages, Resize
+from rekindle.api.base.sampling import SamplingFields
+from rekindle.api.base.tools import Tools, ToolSelection
+from rekindle.api.openai.constraints import StructuredFields, ToolChoice, select_tools
 from rekindle.errors import BadRequest, Unsupported
 
-MOST_CHOICES = 32
-MOST_TURNS = 128
-
+#: A stream ends with a cache report if the request has one of these fields.
 CACHE_FIELDS = (
     "use_kv_cache",
     "cache_exact",
@@ -46,26 +44,26 @@ CACHE_FIELDS = (
     "prompt_cache_retention",
     "kv_bits",
 )
-NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # of one conversation
+NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # each names one conversation
 
-# Fields of OpenAI's and other servers' APIs that are not served: refused, never ignored.
+# Fields of OpenAI's and other servers' APIs that would change the answer. They are refused.
 NOT_SERVED = {
     "functions": "OpenAI's older tool calling is not supported: send `tools` instead of",
     "function_call": "OpenAI's older tool calling is not supported: send `tool_choice` instead of",
     "audio": "audio is not supported: remove",
     "suffix": "filling in the middle is not supported: remove",
     "best_of": "best_of is not supported: remove",
-    "chat_template": "a template of your own is not taken, the model has one: remove",
+    "chat_template": "the model's own chat template is always used: remove",
     "grammar_lazy": "a grammar that waits for a trigger is not supported: remove",
     "grammar_triggers": "a grammar that waits for a trigger is not supported: remove",
-    "guided_whitespace_pattern": "white space of your own in JSON is not supported: remove",
+    "guided_whitespace_pattern": "a whitespace pattern for JSON is not supported: remove",
 }
 NOT_FOR_TEXTS = {
-    "resize": "text completions take no pictures: use /v1/chat/completions, or remove",
+    "resize": "text completions take no images: use /v1/chat/completions, or remove",
     "tools": "text completions call no tools: use /v1/chat/completions, or remove",
     "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
 }
-# Values of such fields that request nothing.
+# Values of these fields that change nothing. They are accepted.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -77,6 +75,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "grammar_triggers": ([],),
 }
 
+TopLogprobs = Annotated[int, Field(ge=0, le=20), WHOLE]
+
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
@@ -84,32 +84,22 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class RequestBase(StructuredFields):
-    """What chat and text completions have in common. None means: as the server is configured."""
+class CompletionsBase(StructuredFields, SamplingFields):
+    """What chat and text completions have in common. None stands for the server's default."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
     not_served: ClassVar[Mapping[str, str]] = NOT_SERVED
 
     model: str | None = None
     max_tokens: TokenLimit | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Annotated[int, Field(ge=-1, le=MOST_TOKENS), WHOLE] | None = None
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
-    repetition_context_size: Annotated[int, Field(ge=0, le=MOST_TOKENS), WHOLE] | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: LogitBias | None = None
-    seed: Seed | None = None
     stop: Stop | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES), WHOLE] | None = None
+    n: Annotated[int, Field(ge=1, le=32), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
     normalise: Normalise | None = Field(
-        None, description="Whether volatile parts are taken out, or which"
+        None, description="Whether to remove volatile parts of the prompt, or which ones"
     )
     user: str | None = None
     use_kv_cache: bool | None = None
@@ -119,15 +109,15 @@ class RequestBase(StructuredFields):
     session_id: Id | None = None
     kv_cache_session_id: SessionNumber | None = None
     prompt_cache_key: Id | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
-    kv_bits: KvBits | None = Field(None, description="Of the KV cells beyond the start")
+    prompt_cache_retention: CacheRetention | None = None
+    kv_bits: KvBits | None = Field(None, description="Bits of a quantised KV cell")
     kv_group_size: KvGroupSize | None = Field(
-        None, description="Where the engine has a choice; `x_cache.kv_group_size` says which it is"
+        None, description="A wish: `x_cache.kv_group_size` reports the size that the engine used"
     )
     kv_quantization_start: KvStart | None = Field(
-        None, description="Tokens after which KV cells are quantised"
+        None, description="Number of tokens after which KV cells are quantised"
     )
-    quantized_kv_start: KvStart | None = Field(None, description="The same")
+    quantized_kv_start: KvStart | None = Field(None, description="Alias of `kv_quantization_start`")
 
     @model_validator(mode="before")
     @classmethod
@@ -144,23 +134,16 @@ class RequestBase(StructuredFields):
         starts = {self.kv_quantization_start, self.quantized_kv_start} - {None}
         if len(starts) > 1:
             raise BadRequest(
-                "`quantized_kv_start` is another name of `kv_quantization_start`: send one of "
-                "them.",
+                "`quantized_kv_start` is an alias of `kv_quantization_start`: send one of them.",
                 param="quantized_kv_start",
             )
         return self
 
     @property
     def kv_start(self) -> int | None:
-        """The start of quantisation, by either name."""
+        """The start of quantisation, under either name."""
         start = self.kv_quantization_start
         return self.quantized_kv_start if start is None else start
-
-    @property
-    def stops(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
 
     @property
     def includes_usage(self) -> bool:
@@ -168,7 +151,7 @@ class RequestBase(StructuredFields):
 
     @property
     def reports_cache(self) -> bool:
-        """Whether a stream ends with a cache report: clients that name no state get none."""
+        """Whether a stream ends with a cache report."""
         return any(getattr(self, field) is not None for field in CACHE_FIELDS)
 
     @property
@@ -178,27 +161,27 @@ class RequestBase(StructuredFields):
 
     @property
     def names_state(self) -> bool:
-        """Whether the request names the state it continues from."""
+        """Whether the request names the conversation that it continues."""
         return any(getattr(self, field) is not None for field in NAMES)
 
 
-class ChatRequest(RequestBase):
+class ChatRequest(CompletionsBase):
     """POST /v1/chat/completions."""
 
-    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: FreeObject | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     add_generation_prompt: bool | None = Field(
         None, description="False: the prompt ends with the last message"
     )
     continue_final_message: bool | None = Field(
-        None, description="The reply goes on from the last message, which is the assistant's"
+        None, description="The reply continues the last message, which must be the assistant's"
     )
     prefill_progress: PrefillProgress | None = None
-    resize: Resize | None = Field(None, description="The size that every picture gets")
+    resize: Resize | None = Field(None, description="The size that every image is scaled to")
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -215,29 +198,27 @@ class ChatRequest(RequestBase):
             return self
         if self.add_generation_prompt:
             raise BadRequest(
-                "`continue_final_message` and `add_generation_prompt` cannot both be true: a reply "
-                "goes on or begins.",
+                "`continue_final_message` and `add_generation_prompt` cannot both be true.",
                 param="continue_final_message",
             )
         if not self.ends_with_reply:
             raise BadRequest(
                 "`continue_final_message` needs a last message of the assistant that has text and "
-                "calls no tools.",
+                "no tool calls.",
                 param="continue_final_message",
             )
         return self
 
     @model_validator(mode="after")
     def _tool_choice_and_format_agree(self) -> ChatRequest:
-        tool_choice.check(self.tool_choice, self.tools)
         structure = self.structure
-        if structure and tool_choice.forces_call(self.tool_choice):
-            raise BadRequest(
-                f"`{structure.param}` says what the text has to be, and `tool_choice` asks for a "
-                "call and no text: leave one of them out.",
-                param=structure.param,
-            )
+        self.selection.check_format(structure, structure.param if structure else "")
         return self
+
+    @property
+    def selection(self) -> ToolSelection:
+        """Raises BadRequest if `tool_choice` names a function that is not in `tools`."""
+        return select_tools(self.tool_choice, self.tools)
 
     @property
     def progress(self) -> Literal["chunks", "comments"] | None:
@@ -247,13 +228,13 @@ class ChatRequest(RequestBase):
 
     @property
     def ends_with_reply(self) -> bool:
-        """Whether the last message is a text of the assistant, which can be continued."""
+        """Whether the last message is a text of the assistant, which a reply can continue."""
         last = self.messages[-1]
         return last.role == "assistant" and last.content is not None and not last.tool_calls
 
     @property
     def message_ids(self) -> list[str]:
-        """The ids by which state is looked for, newest first; none without `use_kv_cache`."""
+        """Ids of messages whose state may be reused, newest first. Empty without `use_kv_cache`."""
         if not self.use_kv_cache:
             return []
         ids = (message.message_id for message in reversed(self.messages))
@@ -264,27 +245,20 @@ class ChatRequest(RequestBase):
         return super().names_state or bool(self.message_ids)
 
 
-class CompletionRequest(RequestBase):
+class CompletionRequest(CompletionsBase):
     """POST /v1/completions."""
 
     not_served: ClassVar[Mapping[str, str]] = {**NOT_SERVED, **NOT_FOR_TEXTS}
 
     prompt: PromptInput
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-
-    @field_validator("prompt")
-    @classmethod
-    def _some_prompts(cls, value: Any) -> Any:
-        if value == [] or (isinstance(value, list) and [] in value):
-            raise ValueError("takes at least one prompt, and of tokens at least one in each")
-        return value
+    logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")
     def _bounded_turns(self) -> CompletionRequest:
-        if len(self.prompts) * (self.n or 1) > MOST_TURNS:
+        if len(self.prompts) * (self.n or 1) > 128:
             raise Unsupported(
-                f"one request may ask for at most {MOST_TURNS} answers (prompts times `n`)",
+                "one request may ask for at most 128 answers (prompts times `n`)",
                 param="prompt",
             )
         return self
@@ -296,7 +270,7 @@ class CompletionRequest(RequestBase):
                 value = getattr(self, field)
                 if value is not None and value is not False:  # session 0 is a name
                     raise Unsupported(
-                        f"a name goes with one prompt: send one, or remove `{field}`", param=field
+                        f"a name belongs to one prompt: send one, or remove `{field}`", param=field
                     )
         return self
 

@@ -1,15 +1,15 @@
-"""POST /v1/rerank, in the shape that Jina's, Cohere's and llama.cpp's clients know."""
+"""Serves /v1/rerank, as Jina's, Cohere's and llama.cpp's clients know it."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.fields import MOST_TOKENS, WHOLE, bounded_text, takes
+from rekindle.api.base.fields import STRICT, Count, Text, at_most, limit_text, takes
 from rekindle.api.base.models import models_of
 from rekindle.api.base.turns import result_of, while_connected
 from rekindle.http.auth import caller_of
@@ -19,20 +19,15 @@ from rekindle.protocol.embeddings import Ranked, RankRequest
 
 router = APIRouter(route_class=JsonRoute, tags=["rerank"])
 
-MOST_DOCUMENTS = 2048
 
-
-def _bounded(documents: Any) -> Any:
-    """Counted before they are checked, which takes its time for each."""
+def _limit_texts(documents: Any) -> Any:
     if isinstance(documents, list):
-        if len(documents) > MOST_DOCUMENTS:
-            raise ValueError(f"takes at most {MOST_DOCUMENTS} documents, not {len(documents)}")
-        bounded_text([each.get("text") if isinstance(each, dict) else each for each in documents])
+        limit_text([each.get("text") if isinstance(each, dict) else each for each in documents])
     return documents
 
 
 class Document(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = STRICT
 
     text: str
 
@@ -41,21 +36,20 @@ Documents = Annotated[
     list[str | Document],
     Field(min_length=1, fail_fast=True),
     takes("a list of at least one string, or object with a `text`"),
-    BeforeValidator(_bounded),
+    BeforeValidator(_limit_texts),
+    at_most(2048, "documents"),
 ]
 
 
 class RerankRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
     model: str | None = None
-    query: Annotated[str, BeforeValidator(bounded_text)]
+    query: Text
     documents: Documents
-    top_n: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] | None = Field(
-        None, description="The best so many alone"
-    )
-    return_documents: bool | None = Field(None, description="Each result with its document")
-    use_kv_cache: bool | None = Field(None, description="False: compute what is known, too")
+    top_n: Count | None = Field(None, description="Return only this many of the best documents")
+    return_documents: bool | None = Field(None, description="Return the text of each document")
+    use_kv_cache: bool | None = Field(None, description="False: compute every score again")
 
     @property
     def texts(self) -> list[str]:
@@ -64,7 +58,7 @@ class RerankRequest(BaseModel):
 
 @router.post("/v1/rerank")
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """How well each document answers the query, from 0 to 1, the best first."""
+    """Score how well each document answers the query, from 0 to 1, best first."""
     models = models_of(request)
     runtime = models.ranker(body.model)
     wanted = RankRequest(

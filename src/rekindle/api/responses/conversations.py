@@ -1,4 +1,4 @@
-"""/v1/conversations: make, look at, change and delete conversations and their items."""
+"""Serves /v1/conversations: conversations that outlive their responses, and their items."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.api.base.fields import MAX_ITEMS
 from rekindle.api.base.models import models_of
 from rekindle.api.responses.errors import ConversationNotFound
 from rekindle.api.responses.items import (
-    MOST_ITEMS,
+    ID_BYTES,
     InputItems,
     ItemReference,
     UnservedItem,
@@ -33,22 +34,18 @@ from rekindle.api.responses.stored import (
     Order,
     Stored,
     as_lines,
-    beside,
     page,
     page_of,
     place_of,
+    with_new_ids,
 )
 from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop, run_off_loop_if_large
 from rekindle.http.responses import JsonResponse, documented
 
-# ----------------------------------------------------------------------
-# Conversation objects: items that outlive their responses, changed by one request at a time.
-
 PREFIX = "conv_"
-RANDOM_BYTES = 16
-CONVERSATION_LOCKS = "conversation_locks"  # in the state of the application
+CONVERSATION_LOCKS = "conversation_locks"  # key in the application's state
 
 Change = Callable[[Stored], tuple[Lines, dict[str, Any]]]
 
@@ -63,7 +60,7 @@ class NoRoomForConversation(ServerError):
 
 
 class ConversationLocks:
-    """A lock for each conversation that is being changed."""
+    """One lock for each conversation, so that requests change it one after the other."""
 
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[tuple[bytes, str], asyncio.Lock] = WeakValueDictionary()
@@ -84,14 +81,14 @@ class ConversationStore:
 
     async def load(self, key: str) -> Stored:
         missing = ConversationNotFound(key)
-        if not key.startswith(PREFIX):  # other entries are not conversations
+        if not key.startswith(PREFIX):  # another kind of entry
             raise missing
         return await self._documents.load(key, missing)
 
     async def create(self, lines: Lines, metadata: dict[str, str]) -> dict[str, Any]:
-        """A new one; whatever model answers in it, the first one's runtime keeps it."""
+        """Create a conversation. The first runtime stores it, whichever model answers in it."""
         created: dict[str, Any] = {
-            "id": f"{PREFIX}{secrets.token_hex(RANDOM_BYTES)}",
+            "id": f"{PREFIX}{secrets.token_hex(ID_BYTES)}",
             "object": "conversation",
             "created_at": int(time.time()),
             "metadata": metadata,
@@ -101,15 +98,15 @@ class ConversationStore:
         return created
 
     async def change(self, key: str, change: Change) -> Stored:
-        """The conversation after a change, which sees what the one before it left."""
+        """Change a conversation and return it. Changes run one after the other."""
         async with self._locks.of(self._tenant, key):
             before = await self.load(key)
             lines, changed = await run_off_loop_if_large(
                 self._request, before.size_bytes, change, before
             )
-            if len(lines) > MOST_ITEMS:
+            if len(lines) > MAX_ITEMS:
                 raise BadRequest(
-                    f"A conversation has at most {MOST_ITEMS} items: begin another.", param="items"
+                    f"A conversation has at most {MAX_ITEMS} items: begin another.", param="items"
                 )
             kept = await self._documents.save(before.runtime, key, lines, changed)
         if not kept:
@@ -117,10 +114,10 @@ class ConversationStore:
         return Stored(key, before.runtime, lines, changed)
 
     async def append(self, key: str, lines: Lines) -> Lines:
-        """As they are stored: ids that are taken are replaced."""
+        """Append items and return them as stored, with new ids if theirs were taken."""
 
         def appended(before: Stored) -> tuple[Lines, dict[str, Any]]:
-            return (*before.lines, *beside(before.lines, lines)), before.object
+            return (*before.lines, *with_new_ids(before.lines, lines)), before.object
 
         changed = await self.change(key, appended)
         return changed.lines[len(changed.lines) - len(lines) :]
@@ -166,21 +163,21 @@ class ItemNotFound(NotFound):
 
     def __init__(self, item_id: str) -> None:
         super().__init__(
-            f"The conversation has no item {item_id[:128]!r}; GET …/items lists those it has.",
+            f"The conversation has no item {item_id[:128]!r}; GET …/items lists its items.",
             param="item_id",
         )
 
 
 @router.post(ROOT, responses=documented(507))
 async def create_conversation(body: CreateConversation, request: Request) -> Response:
-    """A conversation that responses go on from and add to."""
+    """Create a conversation that responses can continue and add to."""
     lines = await run_off_loop(request, _lines, body.items or [])
     return JsonResponse(await ConversationStore(request).create(lines, body.metadata or {}))
 
 
 @router.get(ONE)
 async def retrieve_conversation(conversation_id: str, request: Request) -> Response:
-    """A conversation, without its items."""
+    """Show a conversation without its items."""
     return JsonResponse((await ConversationStore(request).load(conversation_id)).object)
 
 
@@ -188,7 +185,7 @@ async def retrieve_conversation(conversation_id: str, request: Request) -> Respo
 async def update_conversation(
     conversation_id: str, body: UpdateConversation, request: Request
 ) -> Response:
-    """Replace its metadata."""
+    """Replace the metadata."""
 
     def updated(before: Stored) -> tuple[Lines, dict[str, Any]]:
         return before.lines, {**before.object, "metadata": body.metadata or {}}
@@ -199,14 +196,14 @@ async def update_conversation(
 
 @router.delete(ONE)
 async def delete_conversation(conversation_id: str, request: Request) -> Response:
-    """Forget it and its items; responses that were stored stay."""
+    """Delete a conversation and its items. Stored responses stay."""
     await ConversationStore(request).delete(conversation_id)
     return JsonResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
 @router.post(ITEMS, responses=documented(507))
 async def create_items(conversation_id: str, body: AddItems, request: Request) -> Response:
-    """Add items at its end."""
+    """Append items."""
     lines = await run_off_loop(request, _lines, body.items)
     kept = await ConversationStore(request).append(conversation_id, lines)
     added = [orjson.loads(line) for line in kept]
@@ -221,7 +218,7 @@ async def list_items(
     order: Order = "desc",
     after: After = None,
 ) -> Response:
-    """Its items, page by page."""
+    """List the items, page by page."""
     stored = await ConversationStore(request).load(conversation_id)
     shown = await run_off_loop_if_large(
         request, stored.size_bytes, page_of, stored.lines, limit=limit, order=order, after=after
@@ -231,7 +228,7 @@ async def list_items(
 
 @router.get(ITEM)
 async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
-    """One of its items."""
+    """Show one item."""
     stored = await ConversationStore(request).load(conversation_id)
     place = place_of(item_id, stored.lines)
     if place is None:
@@ -241,7 +238,7 @@ async def retrieve_item(conversation_id: str, item_id: str, request: Request) ->
 
 @router.delete(ITEM, responses=documented(507))
 async def delete_item(conversation_id: str, item_id: str, request: Request) -> Response:
-    """Take an item out; the conversation without it."""
+    """Delete an item and return the conversation."""
 
     def without(before: Stored) -> tuple[Lines, dict[str, Any]]:
         place = place_of(item_id, before.lines)

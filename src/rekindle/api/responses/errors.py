@@ -1,4 +1,4 @@
-"""Errors of the Responses API: OpenAI's shape, and in a stream an event."""
+"""Defines the errors of the Responses API and their format."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.http.responses import ErrorFormat, sse_event
 
 ROOTS = ("/v1/responses", "/v1/conversations")
-#: What a runtime calls a field, by its name here.
+#: Field names in errors of the runtime, and the names of these fields here.
 FIELDS = {"messages": "input", "response_format": "text"}
 
 
@@ -18,8 +18,8 @@ class ResponseNotFound(NotFound):
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"No response {key[:128]!r} is stored here: it was not to be stored, was deleted, or "
-            "was not used for a long time.",
+            f"No response {key[:128]!r} is stored here: it had `store: false`, was deleted, or "
+            "has expired.",
             param="response_id",
         )
 
@@ -29,7 +29,7 @@ class ResponseIsEnding(ServerError):
 
     def __init__(self) -> None:
         super().__init__(
-            "The response is just ending: delete it again in a moment.", param="response_id"
+            "The response is ending right now: delete it again in a moment.", param="response_id"
         )
 
 
@@ -38,8 +38,8 @@ class PreviousResponseNotFound(BadRequest):
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"No response {key[:128]!r} is stored here: it was not to be stored, was deleted, or "
-            "was not used for a long time. Send the whole conversation as `input`, without "
+            f"No response {key[:128]!r} is stored here: it had `store: false`, was deleted, or "
+            "has expired. Send the whole conversation as `input`, without "
             "`previous_response_id`.",
             param="previous_response_id",
         )
@@ -50,19 +50,19 @@ class ConversationNotFound(NotFound):
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"There is no conversation {key[:128]!r}: make one with POST /v1/conversations, or "
+            f"There is no conversation {key[:128]!r}: create one with POST /v1/conversations, or "
             "send its items as `input`.",
             param="conversation",
         )
 
 
 def speaks_responses(path: str) -> bool:
-    """Whether a request is in this dialect."""
+    """Whether a request expects errors in the form of this API."""
     return any(path == root or path.startswith(f"{root}/") for root in ROOTS)
 
 
 def field_of(error: ServerError) -> str | None:
-    """The request's field that an error is about, as it is called here."""
+    """The name of the request field that an error is about."""
     return FIELDS.get(error.param or "", error.param)
 
 
@@ -71,7 +71,7 @@ def _body(error: ServerError) -> Mapping[str, Any]:
 
 
 def _event(error: ServerError) -> bytes:
-    """Of a stream that has not begun."""
+    """An error before the first event of a stream."""
     told = {**_body(error)["error"], "type": "error", "sequence_number": 0}
     return sse_event("error", told)
 

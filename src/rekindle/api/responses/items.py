@@ -1,4 +1,4 @@
-"""Items: what a conversation of the Responses API consists of, as clients send and get them."""
+"""Defines the items of a conversation in the Responses API."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pydantic import (
     Field,
     Tag,
     TypeAdapter,
-    ValidationError,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     field_validator,
 )
 
-from rekindle.api.base.fields import MOST_ID_CHARACTERS, bounded_text, fault_among, shallow
+from rekindle.api.base.fields import (
+    MAX_ID_CHARACTERS,
+    MAX_ITEMS,
+    explain_items,
+    limit_depth,
+    limit_text,
+)
 from rekindle.api.base.messages import ImagePart as MessageImage
 from rekindle.api.base.messages import TextPart as MessageText
 from rekindle.errors import Unsupported
-
-# ----------------------------------------------------------------------
-# Parts of content, as items of the Responses API have them.
 
 NOT_SERVED = ("input_file", "input_audio", "computer_screenshot")
 TAKES = "takes a string, or a list of parts: `input_text`, `output_text` or `input_image`"
@@ -37,10 +37,10 @@ TAKES = "takes a string, or a list of parts: `input_text`, `output_text` or `inp
 class Part(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    # A mark for a cache that keeps what it is told to keep; here all of it is kept.
-    prompt_cache_breakpoint: Annotated[dict[str, Any] | bool | None, BeforeValidator(shallow)] = (
-        None
-    )
+    # With `mode: explicit`, a request without one is not cached.
+    prompt_cache_breakpoint: Annotated[
+        dict[str, Any] | bool | None, BeforeValidator(limit_depth)
+    ] = None
 
 
 class TextPart(Part):
@@ -63,16 +63,7 @@ class ImagePart(Part):
 ContentPart = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
 
 
-def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """One sentence about the first part that is wrong, or about what content takes."""
-    _refuse_unserved(value)
-    try:
-        return handler(value)
-    except ValidationError as error:
-        raise ValueError(fault_among(error, "part", TAKES)) from None
-
-
-def _refuse_unserved(value: Any) -> None:
+def _refuse_unserved(value: Any) -> Any:
     for part in value if isinstance(value, list) else ():
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in NOT_SERVED:
@@ -83,32 +74,33 @@ def _refuse_unserved(value: Any) -> None:
             )
         if kind == "input_image" and not part.get("image_url"):
             raise Unsupported(
-                "there are no uploaded files here: send a picture's http(s) or `data:` URL as "
+                "uploaded files are not supported: send the http(s) or `data:` URL of an image as "
                 "`image_url`",
                 param="input",
             )
+    return value
 
 
-def without_pictures(content: Any) -> Any:
-    """What a model writes is text."""
+def refuse_images(content: Any) -> Any:
+    """Refuse images where a model wrote the content."""
     if isinstance(content, list) and any(isinstance(part, ImagePart) for part in content):
-        raise ValueError("takes text here, and no `input_image`: send pictures as the user's")
+        raise ValueError("takes text alone, and no `input_image`: send images as the user")
     return content
 
 
 Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
-TextParts = Annotated[Parts, AfterValidator(without_pictures)]
-Content = Annotated[str | Parts, WrapValidator(_explained)]
+TextParts = Annotated[Parts, AfterValidator(refuse_images)]
+Content = Annotated[str | Parts, explain_items("part", TAKES), BeforeValidator(_refuse_unserved)]
 
 
 def is_marked(content: Any) -> bool:
-    """Whether a part has a breakpoint."""
+    """Whether a part has a cache breakpoint."""
     parts = content if isinstance(content, list) else []
     return any(part.prompt_cache_breakpoint for part in parts)
 
 
 def text_of(content: Any) -> str:
-    """What the parts say, nothing between them, as a reply was written."""
+    """Join the texts of the parts without a separator, as a reply was written."""
     if isinstance(content, str):
         return content
     texts = (part.refusal if isinstance(part, RefusalPart) else part.text for part in content or ())
@@ -116,7 +108,7 @@ def text_of(content: Any) -> str:
 
 
 def for_template(content: Any) -> str | list[MessageText | MessageImage]:
-    """As a message of a chat has it: a text alone is the same as a list of it."""
+    """Convert content to that of a chat message. A single text becomes a string."""
     if isinstance(content, str):
         return content
     parts = [_for_template(part) for part in content or ()]
@@ -138,10 +130,8 @@ def _for_template(part: TextPart | RefusalPart | ImagePart) -> MessageText | Mes
     return MessageText.model_construct(type="text", text=text)
 
 
-MOST_ITEMS = 20_000
-MOST_PARTS = 20_000  # of content, in all items together
-ID_BYTES = 16
-#: How ids of items begin, by their type.
+ID_BYTES = 16  # random bytes in the ids of items, responses and conversations
+#: Prefixes of item ids, by type.
 PREFIXES = {
     "message": "msg",
     "reasoning": "rs",
@@ -150,13 +140,13 @@ PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-#: Items that tools of OpenAI's own leave behind.
+#: Types of items that only OpenAI's servers use.
 OF_SERVER = (
     *("compaction", "compaction_trigger", "additional_tools", "tool_search_output"),
     *("configuration_update", "program", "program_output"),
 )
 
-ItemId = Annotated[str, Field(max_length=MOST_ID_CHARACTERS)]
+ItemId = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
 
 
 class Item(BaseModel):
@@ -177,7 +167,7 @@ class MessageItem(Item):
     @field_validator("content")
     @classmethod
     def _is_what_the_role_sends(cls, content: Any, info: ValidationInfo) -> Any:
-        return without_pictures(content) if info.data.get("role") == "assistant" else content
+        return refuse_images(content) if info.data.get("role") == "assistant" else content
 
 
 class FunctionCall(Item):
@@ -203,7 +193,7 @@ class CallOutput(Item):
 
 
 class ReasoningItem(Item):
-    """What a model here wrote for itself, shown or packed; of other providers, nothing is read."""
+    """Reasoning of a model here, shown or packed. That of other providers is ignored."""
 
     type: Literal["reasoning"]
     summary: TextParts = []
@@ -212,7 +202,7 @@ class ReasoningItem(Item):
 
 
 class ItemReference(BaseModel):
-    """Stands for an item that is stored here."""
+    """Refers to an item that is stored here."""
 
     model_config = ConfigDict(strict=True)
 
@@ -229,13 +219,13 @@ class UnservedItem(BaseModel):
 
 
 def is_of_server(kind: str) -> bool:
-    """Whether items of this type are those of a tool that there is none of here."""
+    """Whether only OpenAI's servers use items of this type."""
     is_call = kind.endswith(("_call", "_call_output")) or kind.startswith("mcp_")
     return (is_call or kind in OF_SERVER) and kind not in PREFIXES
 
 
 def _kind(item: Any) -> str | None:
-    """The tag of its form below."""
+    """The tag of an item in `InputItem`."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
         return "message"
@@ -265,22 +255,22 @@ InputItem = Annotated[
 ]
 
 
-def bounded(items: Any) -> Any:
-    """Counted before the items themselves are checked, which takes its time for each."""
+def limit_items(items: Any) -> Any:
+    """Count items and parts before they are validated, which takes time for each."""
     if not isinstance(items, list):
         return items
-    if len(items) > MOST_ITEMS:
-        raise ValueError(f"takes at most {MOST_ITEMS} items")
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"takes at most {MAX_ITEMS} items")
     fields = [value for item in items if isinstance(item, dict) for value in item.values()]
     parts = [part for value in fields if isinstance(value, list) for part in value]
-    if len(parts) > MOST_PARTS:
-        raise ValueError(f"may have at most {MOST_PARTS} content parts, not {len(parts)}")
+    if len(parts) > MAX_ITEMS:
+        raise ValueError(f"may have at most {MAX_ITEMS} content parts, not {len(parts)}")
     texts = [*fields, *(part.get("text") for part in parts if isinstance(part, dict))]
-    bounded_text(texts)
+    limit_text(texts)
     return items
 
 
-InputItems = Annotated[list[InputItem], Field(fail_fast=True), BeforeValidator(bounded)]
+InputItems = Annotated[list[InputItem], Field(fail_fast=True), BeforeValidator(limit_items)]
 stored_items: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
@@ -289,8 +279,7 @@ def new_id(kind: str) -> str:
 
 
 def identified(items: Iterable[Item], taken: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """The items as they are stored and shown, each with an id of its own; `taken`: ids of others
-    beside which they are stored."""
+    """Convert items to JSON as they are stored, each with an id that is not in `taken`."""
     known = set(taken)
     return [_identified(item, known) for item in items]
 
@@ -307,7 +296,7 @@ def _identified(item: Item, known: set[str]) -> dict[str, Any]:
 
 
 def _parts(role: str, content: Any) -> Any:
-    """Content as a list, which is how the API shows it."""
+    """Convert content to a list, as the API shows it."""
     if not isinstance(content, str):
         return [_shown(part) for part in content]
     if role == "assistant":

@@ -1,10 +1,10 @@
-"""The items of a reply, one after the other, as its parts come."""
+"""Converts the parts of a reply to the items and stream events of a response."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from rekindle.api.base.report import token_logprobs
+from rekindle.api.base.reply import token_logprobs
 from rekindle.api.base.signature import seal
 from rekindle.api.responses.items import PREFIXES
 from rekindle.api.responses.tools import CustomInput, Toolbox
@@ -21,13 +21,13 @@ Event = dict[str, Any]
 
 
 class ReplyItems:
-    """Takes the parts of one reply; gives the events of a stream, and the items of a response.
+    """Converts the parts of a reply to stream events, and collects the items of the response.
 
-    One item is open at a time, and its index is its place among the items.
+    One item is open at a time. Its index is its position among the items.
     """
 
     def __init__(self, number: str, toolbox: Toolbox, *, seals_reasoning: bool) -> None:
-        """`number`: of the response; an item's id says which response it is of."""
+        """`number` is the response's. It is part of the item ids, so that items can be found."""
         self._number = number
         self._toolbox = toolbox
         self._seals_reasoning = seals_reasoning
@@ -36,17 +36,17 @@ class ReplyItems:
         self._logprobs: list[dict[str, Any]] = []
         self._custom = CustomInput()
         self._is_open = False
-        self._place: dict[str, Any] = {}  # of the open item, in its events
+        self._place: dict[str, Any] = {}  # fields that locate the open item in its events
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """All of them, once the last one was closed."""
+        """All items. The last one must be closed."""
         assert not self._is_open
         return self._items
 
     @property
     def so_far(self) -> list[dict[str, Any]]:
-        """Those that were closed: of a reply that breaks off, the last one is not whole."""
+        """The items that are closed."""
         return self._items[:-1] if self._is_open else self._items
 
     def add(self, part: Part) -> list[Event]:
@@ -90,7 +90,7 @@ class ReplyItems:
     # -- opening -------------------------------------------------------------------------------
 
     def _opened(self, kind: str) -> list[Event]:
-        """What comes before a part of such an item: nothing, if one is open."""
+        """Open an item for a part, unless one of this type is open."""
         if self._is_open and self._items[-1]["type"] == kind:
             return []
         is_text = kind == "message"

@@ -1,4 +1,4 @@
-"""From a request of the Responses API to the turn that a runtime computes."""
+"""Builds the turn of a Responses request out of its items and those before it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from rekindle.api.base.fields import TextAllowance
-from rekindle.api.base.images import Illustrated
-from rekindle.api.base.messages import CalledFunction, Message, ToolCall, rendered
+from rekindle.api.base.fields import MAX_ITEMS, TextBudget
+from rekindle.api.base.images import RenderedChat
+from rekindle.api.base.messages import CalledFunction, Message, ToolCall
+from rekindle.api.base.request import EFFORTS, RequestBuilder, or_default, retention
 from rekindle.api.base.signature import signed_text
 from rekindle.api.responses.items import (
-    MOST_ITEMS,
     CallOutput,
     CustomToolCall,
     FunctionCall,
@@ -27,35 +27,29 @@ from rekindle.api.responses.items import (
     text_of,
 )
 from rekindle.api.responses.response import LIFETIMES_S
-from rekindle.api.responses.schema import (
-    PromptFields,
-    ResponsesRequest,
-    forces_call,
-    shown_tools,
-    tool_use,
-)
+from rekindle.api.responses.schema import PromptFields, ResponsesRequest, select_tools
 from rekindle.api.responses.stored import Lines, as_lines, parsed, size_bytes
 from rekindle.api.responses.tools import INPUT, Toolbox
 from rekindle.config import Config
 from rekindle.errors import BadRequest
 from rekindle.protocol.admin import Tokenize
-from rekindle.protocol.requests import GenerateRequest, Names, Prepare, SamplingParams
+from rekindle.protocol.requests import GenerateRequest, Names, Prepare
 
-# ----------------------------------------------------------------------
-# A conversation in items as the messages that the runtime renders.
-#
-# A reply is several items here, and one message there: its reasoning, its text and its calls. So
-# the same conversation has the same prompt in every dialect.
+STORED_S = 30 * 86_400.0  # lifetime of a stored response that nobody uses
 
 
 def messages_of(instructions: str | None, items: Sequence[Any], toolbox: Toolbox) -> list[Message]:
-    """The instructions first, then all items in the places they were sent in."""
+    """Render the instructions, then the items in their order.
+
+    The reasoning, text and calls of a reply are separate items. They become one message, so that
+    the same conversation has the same prompt in every dialect.
+    """
     first = [_message("system", content=instructions)] if instructions else []
     return [*first, *_Rendering(toolbox).messages(items)]
 
 
 class _Reply:
-    """A message of the assistant, as its items come."""
+    """Collects the items of one assistant message."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
@@ -73,11 +67,11 @@ class _Reply:
 
 
 class _Rendering:
-    """Of one request's items."""
+    """Renders the items of one request."""
 
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
-        self._allowance = TextAllowance(param="input")
+        self._budget = TextBudget(param="input")
         self._reply: _Reply | None = None
 
     def messages(self, items: Sequence[Any]) -> Iterator[Message]:
@@ -110,7 +104,7 @@ class _Rendering:
             self._reply = None
 
     def _ended_before(self, item: Any) -> Iterator[Message]:
-        """The reply that is open, unless this is one more item of it."""
+        """End the open reply, unless this item belongs to it."""
         reply = self._reply
         match item:
             case ReasoningItem():
@@ -121,17 +115,17 @@ class _Rendering:
                 is_over = False
             case MessageItem() | CallOutput():
                 is_over = True
-            case _:  # what is left out ends nothing
+            case _:  # an ignored item
                 is_over = False
         return self._closed() if is_over else iter(())
 
     def _reasoning(self, item: ReasoningItem) -> str:
-        """What a model here wrote: what other providers packed cannot be read."""
+        """Reasoning that a model here wrote. What other providers packed cannot be read."""
         if item.content:
-            return self._allowance.take(text_of(item.content))
+            return self._budget.take(text_of(item.content))
         if not item.encrypted_content:
             return ""
-        return signed_text("", item.encrypted_content, self._allowance) or ""
+        return signed_text("", item.encrypted_content, self._budget) or ""
 
     def _call(self, item: FunctionCall | CustomToolCall, arguments: str) -> ToolCall:
         name = self._toolbox.resolve(item.name, item.namespace)
@@ -143,37 +137,31 @@ def _message(role: str, **fields: Any) -> Message:
     return Message.model_construct(role=role, **fields)
 
 
-DAY_S = 86_400.0
-KEPT_S = 30 * DAY_S  # a stored response that nobody asks for
-#: Degrees of effort that templates do not know, by the nearest that they do.
-EFFORTS = {"minimal": "low", "xhigh": "high", "max": "high"}
-
-
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """All that came before, and what the request adds to it."""
+    """The items before the request, and those that it adds."""
 
     instructions: str | None
-    items: list[Any]  # all of it
+    items: list[Any]  # all of them
     messages: list[Message]
     toolbox: Toolbox
-    lines: Lines  # items of all of it, as they are stored
-    own_lines: Lines  # of those, what the request adds
-    ignored_items: list[str]  # types of what was left out
-    is_marked: bool  # whether the request has a breakpoint
+    lines: Lines  # all items, as they are stored
+    own_lines: Lines  # the items that the request adds
+    ignored_items: list[str]  # types of items that are left out
+    is_marked: bool  # whether the request has a cache breakpoint
 
     @classmethod
     def of(
         cls, body: PromptFields, history: Lines = (), references: Mapping[str, Any] | None = None
     ) -> Conversation:
-        """`references`: items that references of the request stand for, by their ids."""
+        """`references` are the stored items that the request refers to, by id."""
         toolbox, sent = Toolbox.of(body.tools), _sent(body, is_first=not history)
         own = [_resolved(item, references or {}) for item in sent]
         ignored = [item.type for item in own if isinstance(item, UnservedItem)]
         own = [item for item in own if not isinstance(item, UnservedItem)]
-        if len(history) + len(own) > MOST_ITEMS:
+        if len(history) + len(own) > MAX_ITEMS:
             raise BadRequest(
-                f"The conversation has more than {MOST_ITEMS} items: begin another one.",
+                f"The conversation has more than {MAX_ITEMS} items: begin another one.",
                 param="input",
             )
         before = parsed(history)
@@ -192,11 +180,11 @@ class Conversation:
 
     @property
     def size_bytes(self) -> int:
-        """Of its items."""
+        """Size of its items."""
         return size_bytes(self.lines)
 
     def cut(self, begin: int) -> Conversation:
-        """The same from this item on, behind the instructions that it begins with."""
+        """Drop the items before `begin`, except for instructions at the very beginning."""
         if not begin:
             return self
         leading = takewhile(_instructs, self.items[:begin])
@@ -206,21 +194,13 @@ class Conversation:
     def with_messages(self, messages: list[Message]) -> Conversation:
         return replace(self, messages=messages)
 
-    def shown(self, body: PromptFields, illustrated: Illustrated | None) -> dict[str, Any]:
-        """The fields of a request to the runtime; `illustrated`: with its pictures."""
-        return {
-            "messages": illustrated.messages if illustrated else rendered(self.messages),
-            "pictures": illustrated.pictures if illustrated else [],
-            "tools": shown_tools(body.tool_choice, self.toolbox) or None,
-        }
-
 
 def _instructs(item: Any) -> bool:
     return isinstance(item, MessageItem) and item.role in ("system", "developer")
 
 
 def _sent(body: PromptFields, *, is_first: bool) -> list[Any]:
-    """The request's own items; an empty input is a message, where there is nothing else."""
+    """The request's own items. An empty input is a message if there is no other item."""
     if isinstance(body.input, list):
         return body.input
     if not body.input and not is_first:
@@ -234,8 +214,7 @@ def _resolved(item: Any, references: Mapping[str, Any]) -> Any:
     found = references.get(item.id)
     if found is None:
         raise BadRequest(
-            f"No item {item.id[:128]!r} is stored here: send the item itself instead of a "
-            "reference to it.",
+            f"No item {item.id[:128]!r} is stored here: send the item itself.",
             param="input",
         )
     return found
@@ -253,99 +232,77 @@ def _marked(items: Sequence[Any]) -> bool:
 def generate_request(
     body: ResponsesRequest,
     conversation: Conversation,
-    illustrated: Illustrated | None,
-    config: Config,
-    salt: bytes,
+    chat: RenderedChat,
+    builder: RequestBuilder,
     names: Names,
 ) -> GenerateRequest:
-    structure, toolbox = body.structure, conversation.toolbox
-    if structure and forces_call(body.tool_choice, toolbox):
-        raise BadRequest(
-            f"`{structure.param}` says what the text has to be, and `tool_choice` asks for a call "
-            "and no text: leave one of them out.",
-            param="text",
-        )
-    reuse = config.context_cache and _uses_cache(body, conversation)
-    return GenerateRequest(
-        turn=0,
-        **conversation.shown(body, illustrated),
-        template_kwargs=_template_kwargs(body),
-        normalise=_or(body.normalise, config.normalise),
-        tool_use=tool_use(
-            body.tool_choice, toolbox, parallel=body.parallel_tool_calls is not False
-        ),
-        structured_output=structure,
+    config = builder.config
+    selection = select_tools(body.tool_choice, conversation.toolbox)
+    selection.check_format(body.structure, "text")
+    return builder.build(
+        **_prompt_fields(body, conversation, chat, config),
+        tool_use=selection.tool_use(parallel=body.parallel_tool_calls is not False),
+        structured_output=body.structure,
         prepare=Prepare(ttl_s=names.ttl_s) if body.prewarms else None,
-        sampling=_sampling(body, config),
-        max_tokens=_or(body.max_output_tokens, config.max_tokens),
-        reuse=reuse,
-        names=names if reuse else None,
-        exact=_or(body.cache_exact, config.exact),
-        kv_bits=config.kv_bits,
-        kv_quantization_start=config.kv_quantization_start,
-        salt=salt,
+        sampling=body.sampling_params(config, body.logprobs),
+        max_tokens=or_default(body.max_output_tokens, config.max_tokens),
+        use_cache=_uses_cache(body, conversation),
+        names=names,
+        exact=body.cache_exact,
         progress=bool(body.stream),
     )
 
 
-def token_question(
-    body: PromptFields, conversation: Conversation, illustrated: Illustrated | None, config: Config
+def count_request(
+    body: PromptFields, conversation: Conversation, chat: RenderedChat, config: Config
 ) -> Tokenize:
-    """How many tokens the prompt of such a turn has."""
-    return Tokenize(
-        **conversation.shown(body, illustrated),
-        template_kwargs=_template_kwargs(body),
-        normalise=_or(body.normalise, config.normalise),
-        with_tokens=False,
-    )
+    """Ask how many tokens the prompt has."""
+    return Tokenize(**_prompt_fields(body, conversation, chat, config), with_tokens=False)
+
+
+def _prompt_fields(
+    body: PromptFields, conversation: Conversation, chat: RenderedChat, config: Config
+) -> dict[str, Any]:
+    selection = select_tools(body.tool_choice, conversation.toolbox)
+    return {
+        **chat.fields,
+        "tools": conversation.toolbox.described(selection) or None,
+        "template_kwargs": _template_kwargs(body),
+        "normalise": or_default(body.normalise, config.normalise),
+    }
 
 
 def names_of(body: ResponsesRequest, key: str) -> Names:
-    """What the turn goes on from, and what its own state is called: `key`, if it is stored."""
+    """The names of the state to continue from, and `key` for the state of a stored response."""
     options = body.prompt_cache_options
-    compared = options.comparison_response_id if options else None
-    lifetime = options.ttl if options else None
-    day_s = DAY_S if body.prompt_cache_retention == "24h" else None
-    pin_s = LIFETIMES_S[lifetime] if lifetime else None
-    prewarmed_s = pin_s or LIFETIMES_S["30m"]
+    kept = retention(body.prompt_cache_retention)
+    pin_s = LIFETIMES_S[options.ttl] if options and options.ttl else None
+    if body.is_stored:
+        kept["ttl_s"] = STORED_S
+    elif body.prewarms:
+        kept["ttl_s"] = pin_s or LIFETIMES_S["30m"]
     return Names(
-        cache_key=compared or body.previous_response_id,
+        **kept,
+        cache_key=(options and options.comparison_response_id) or body.previous_response_id,
         entry_key=key if body.is_stored else None,
         session_id=body.session_id or body.conversation_id,
         prompt_cache_key=body.prompt_cache_key,
-        ttl_s=KEPT_S if body.is_stored else prewarmed_s if body.prewarms else day_s,
-        in_memory=body.prompt_cache_retention in ("in_memory", "in-memory"),
         pin_s=pin_s,
     )
 
 
 def _uses_cache(body: ResponsesRequest, conversation: Conversation) -> bool:
-    """`explicit` is documented so: without a breakpoint, nothing is reused and nothing kept."""
+    """OpenAI documents `explicit` so: without a breakpoint, nothing is reused or kept."""
     options = body.prompt_cache_options
     is_explicit = options is not None and options.mode == "explicit"
     return body.use_kv_cache is not False and (conversation.is_marked or not is_explicit)
 
 
 def _template_kwargs(body: PromptFields) -> dict[str, Any]:
-    """Nothing is said where a client says nothing: then the prompt is that of other dialects."""
+    """Set only what the client sets: otherwise the prompt equals that of other dialects."""
     effort = body.reasoning.effort if body.reasoning else None
     if effort is None:
         return {}
     if effort == "none":
         return {"enable_thinking": False}
     return {"reasoning_effort": EFFORTS.get(effort, effort)}
-
-
-def _sampling(body: ResponsesRequest, config: Config) -> SamplingParams:
-    return SamplingParams(
-        temperature=_or(body.temperature, config.temperature),
-        top_p=_or(body.top_p, config.top_p),
-        repetition_penalty=config.repetition_penalty,
-        repetition_context_size=config.repetition_context_size,
-        seed=body.seed,
-        top_logprobs=body.logprobs,
-    )
-
-
-def _or(value: Any, default: Any) -> Any:
-    return default if value is None else value

@@ -1,4 +1,4 @@
-"""The response object: what was asked, as it was understood, and what came of it."""
+"""Builds the response object, and finds stored items by reference."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.protocol.events import Finished
 
 PREFIX = "resp_"
-RANDOM_BYTES = 16
+MAX_REFERENCED = 64  # responses whose items one request may refer to
+
+Lifetime = Literal["30m", "12h"]
+LIFETIMES_S: dict[Lifetime, float] = {"30m": 1800.0, "12h": 43_200.0}
 
 
 def new_number() -> str:
-    """What a response's id and those of its items have in common."""
-    return secrets.token_hex(RANDOM_BYTES)
+    """A random number for the ids of a response and of its items."""
+    return secrets.token_hex(ID_BYTES)
 
 
 class ResponseObject:
-    """One response, in each of its states."""
+    """Describes one response in each of its states."""
 
     def __init__(self, body: ResponsesRequest, number: str, model: str, config: Config) -> None:
         self.number = number
@@ -43,7 +46,7 @@ class ResponseObject:
         return self._with("in_progress", [])
 
     def ended(self, status: str, output: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """`fields`: usage and reports."""
+        """`fields` are usage and reports."""
         if status == "completed":
             fields["completed_at"] = int(time.time())
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -64,7 +67,7 @@ class ResponseObject:
 
 
 def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
-    """The request's fields, with the defaults that hold."""
+    """The request's fields, with the server's defaults filled in."""
     text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     options = body.prompt_cache_options
     fields: dict[str, Any] = {
@@ -99,19 +102,12 @@ def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
 
 
 def _dumped(value: Any) -> Any:
-    """A form as it was sent."""
+    """A model as it was sent."""
     return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
 
 
-# ----------------------------------------------------------------------
-# `usage` of a response: what was computed, what was read from the cache, what was put there.
-
-Lifetime = Literal["30m", "12h"]
-LIFETIMES_S: dict[Lifetime, float] = {"30m": 1800.0, "12h": 43_200.0}
-
-
 def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
-    """`lifetime`: that was asked for."""
+    """`usage` of a response. `lifetime` is the one that the client asked for."""
     reused = turn.cache.reused_tokens
     written = turn.prompt_tokens - reused if turn.cache.cached_tokens else 0
     details: dict[str, Any] = {"cached_tokens": reused, "cache_write_tokens": written}
@@ -128,24 +124,18 @@ def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
     }
 
 
-# ----------------------------------------------------------------------
-# References to items that are stored here: what they stand for.
-#
-# An item's id says which response it is of, so that it is found without an index.
-
-MOST_RESPONSES = 64  # that the references of one request may be to
-_DIGITS = 2 * ID_BYTES  # of a response's number
-
-
 async def referenced(items: Sequence[Any], documents: DocumentClient) -> dict[str, Any]:
-    """The items by their ids, as far as they are stored."""
+    """Find the items that the request refers to, by id.
+
+    An item's id contains the number of its response, so that no index is needed.
+    """
     wanted = {item.id for item in items if isinstance(item, ItemReference)}
     if not wanted:
         return {}
-    numbers = dict.fromkeys(item_id.partition("_")[2][:_DIGITS] for item_id in wanted)
-    if len(numbers) > MOST_RESPONSES:
+    numbers = dict.fromkeys(item_id.partition("_")[2][: 2 * ID_BYTES] for item_id in wanted)
+    if len(numbers) > MAX_REFERENCED:
         raise BadRequest(
-            f"The references of a request may be to items of at most {MOST_RESPONSES} responses: "
+            f"One request may refer to items of at most {MAX_REFERENCED} responses: "
             "send the items themselves, or `previous_response_id`.",
             param="input",
         )

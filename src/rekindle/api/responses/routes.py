@@ -1,4 +1,4 @@
-"""POST /v1/responses and /v1/responses/input_tokens."""
+"""Serves /v1/responses: creates, shows, cancels and deletes responses."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.images import illustrate
+from rekindle.api.base.images import render_chat
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.base.names import with_affinity
-from rekindle.api.base.report import IGNORED_TOOLS, notes
+from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
+from rekindle.api.base.request import RequestBuilder
 from rekindle.api.responses.conversations import ConversationStore
 from rekindle.api.responses.errors import (
     PreviousResponseNotFound,
@@ -20,8 +20,8 @@ from rekindle.api.responses.errors import (
     ResponseNotFound,
 )
 from rekindle.api.responses.output import ReplyItems
-from rekindle.api.responses.reply import Answer, Record
-from rekindle.api.responses.request import Conversation, generate_request, names_of, token_question
+from rekindle.api.responses.reply import ResponseReply, ResponseStorage
+from rekindle.api.responses.request import Conversation, count_request, generate_request, names_of
 from rekindle.api.responses.response import PREFIX, ResponseObject, new_number, referenced
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
 from rekindle.api.responses.stored import (
@@ -43,10 +43,10 @@ from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop_if_large
 from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
 from rekindle.protocol.admin import Tokenized
+from rekindle.worker.client import RuntimeClient
 
 ROOT = "/v1/responses"
-IGNORED_ITEMS = "x-ignored-items"  # in the answer: types of items of tools that there are not here
-UNENFORCED = "x-unenforced-grammars"  # custom tools whose grammar the model is only told
+ONE = f"{ROOT}/{{response_id}}"
 
 router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
@@ -55,68 +55,50 @@ router = APIRouter(route_class=JsonRoute, tags=["responses"])
 async def create_response(
     body: ResponsesRequest, request: Request, number: ModelNumber = None
 ) -> Response:
-    """Answer a conversation in items. What was computed for an equal prefix before, in any form, is
-    reused; a stored response can be gone on from by its id, after a restart, too."""
+    """Answer a conversation of items. State that was computed for an equal prefix, in any dialect,
+    is reused. A stored response can be continued by its id, even after a restart."""
     models = models_of(request)
     runtime = models.runtime(body.model, number)
-    previous = await _previous(request, body)
-    conversation = await _conversation(request, body, previous)
-    conversation = await fitted(request, runtime, body, conversation, models.config)
-    illustrated = await illustrate(request, runtime, conversation.messages, None)
-    response = ResponseObject(body, new_number(), runtime.name, models.config)
-    asked = await run_off_loop_if_large(
-        request,
-        len(await request.body()) + conversation.size_bytes,
-        generate_request,
-        body,
-        conversation,
-        illustrated,
-        models.config,
-        caller_of(request).salt,
-        names_of(body, response.id),
+    conversation = await _conversation(request, runtime, body)
+    chat = await render_chat(
+        request, runtime, conversation.messages, stored_bytes=conversation.size_bytes
     )
+    response = ResponseObject(body, new_number(), runtime.name, models.config)
+    names = names_of(body, response.id)
+    turn = generate_request(body, conversation, chat, RequestBuilder.of(request), names)
     stores = DocumentClient(request), ConversationStore(request)
-    record = Record(runtime, conversation, *stores, is_stored=body.is_stored)
-    items = ReplyItems(response.number, conversation.toolbox, seals_reasoning=body.seals_reasoning)
-    answer = Answer(
+    reply = ResponseReply(
+        request,
         runtime,
-        with_affinity(request, asked),
+        turn,
         body,
         response,
-        items,
-        record,
+        ReplyItems(response.number, conversation.toolbox, seals_reasoning=body.seals_reasoning),
+        ResponseStorage(runtime, conversation, *stores, is_stored=body.is_stored),
         others=models.others(runtime),
-        headers=_notes(conversation),
+        headers=_headers(conversation),
     )
-    return await answer.respond(request)
+    return await reply.respond(stream=bool(body.stream))
 
 
 @router.post(f"{ROOT}/input_tokens")
 async def count_input_tokens(
     body: InputTokensRequest, request: Request, number: ModelNumber = None
 ) -> Response:
-    """How many tokens the prompt of such a response has."""
+    """Count the tokens of a prompt."""
     models = models_of(request)
     runtime = models.runtime(body.model, number)
-    previous = await _previous(request, body)
-    conversation = await _conversation(request, body, previous)
-    conversation = await fitted(request, runtime, body, conversation, models.config)
-    illustrated = await illustrate(request, runtime, conversation.messages, None)
-    asked = await run_off_loop_if_large(
-        request,
-        len(await request.body()) + conversation.size_bytes,
-        token_question,
-        body,
-        conversation,
-        illustrated,
-        models.config,
+    conversation = await _conversation(request, runtime, body)
+    chat = await render_chat(
+        request, runtime, conversation.messages, stored_bytes=conversation.size_bytes
     )
-    found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
+    op = count_request(body, conversation, chat, models.config)
+    found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     return JsonResponse({"object": "response.input_tokens", "input_tokens": found.count})
 
 
 async def _previous(request: Request, body: PromptFields) -> Stored | None:
-    """What the request goes on from: a response, or a conversation."""
+    """The response or conversation that the request continues."""
     if key := body.previous_response_id:
         missing = PreviousResponseNotFound(key)
         if not key.startswith(PREFIX):  # other entries are not responses
@@ -127,43 +109,39 @@ async def _previous(request: Request, body: PromptFields) -> Stored | None:
 
 
 async def _conversation(
-    request: Request, body: PromptFields, previous: Stored | None
+    request: Request, runtime: RuntimeClient, body: PromptFields
 ) -> Conversation:
+    previous = await _previous(request, body)
     history: Lines = previous.history if previous else ()
     sent = body.input if isinstance(body.input, list) else []
     references = await referenced(sent, DocumentClient(request))
     size_bytes = len(await request.body()) + sum(map(len, history))
-    return await run_off_loop_if_large(
+    conversation = await run_off_loop_if_large(
         request, size_bytes, Conversation.of, body, history, references
     )
+    return await fitted(request, runtime, body, conversation, models_of(request).config)
 
 
-def _notes(conversation: Conversation) -> dict[str, str]:
+def _headers(conversation: Conversation) -> dict[str, str]:
     toolbox = conversation.toolbox
-    return notes(
+    return ignored_headers(
         {
-            IGNORED_TOOLS: toolbox.ignored,
-            IGNORED_ITEMS: list(dict.fromkeys(conversation.ignored_items)),
-            UNENFORCED: toolbox.unenforced,
+            IGNORED_TOOLS_HEADER: toolbox.ignored,
+            "x-ignored-items": list(dict.fromkeys(conversation.ignored_items)),
+            "x-unenforced-grammars": toolbox.unenforced,
         }
     )
-
-
-# ----------------------------------------------------------------------
-# Stored responses: GET and DELETE /v1/responses/{id}, its input items, and its cancellation.
-
-ONE = f"{ROOT}/{{response_id}}"
 
 
 @router.get(ONE)
 async def retrieve_response(
     response_id: str, request: Request, stream: Annotated[bool, Query()] = False
 ) -> Response:
-    """A stored response as it was answered, or one that is being computed as far as it has come."""
+    """Show a stored response, or what was generated so far of one that is being computed."""
     if stream:
         raise Unsupported(
-            "only responses that are computed in the background are streamed again, and there are "
-            "none here: remove `stream`",
+            "only background responses can be streamed again, and they are not supported: remove "
+            "`stream`",
             param="stream",
         )
     if answer := _being_computed(request, response_id):
@@ -173,7 +151,7 @@ async def retrieve_response(
 
 @router.delete(ONE, responses=documented(409))
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forget a response, and the state that is no other's; one that is being computed ends."""
+    """Delete a response and the state that only it uses. One that is being computed ends."""
     answer = _being_computed(request, response_id)
     if answer is None or not answer.discard():
         try:
@@ -191,7 +169,7 @@ async def list_input_items(
     order: Order = "desc",
     after: After = None,
 ) -> Response:
-    """The items that a response answered, those of the responses before it included."""
+    """List the items that a response answered, including those of earlier responses."""
     answer = _being_computed(request, response_id)
     lines = answer.input_lines if answer else (await _stored(request, response_id)).lines
     shown = await run_off_loop_if_large(
@@ -202,7 +180,7 @@ async def list_input_items(
 
 @router.post(f"{ONE}/cancel")
 async def cancel_response(response_id: str, request: Request) -> Response:
-    """End a response that is being computed, as far as it has come."""
+    """Cancel a response that is being computed. It keeps what was generated so far."""
     if answer := _being_computed(request, response_id):
         return JsonResponse(await answer.cancel())
     ended: dict[str, Any] = (await _stored(request, response_id)).object

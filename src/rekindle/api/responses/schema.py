@@ -1,4 +1,4 @@
-"""Requests of the Responses API: known fields are checked, unknown ones ignored."""
+"""Validates Responses requests. Unknown fields are ignored."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ from pydantic import (
 )
 
 from rekindle.api.base.fields import (
-    MOST_TOKENS,
+    STRICT,
     WHOLE,
+    CacheRetention,
+    Count,
     Id,
     Normalise,
-    Seed,
-    bounded_text,
+    Text,
     fault,
-    shallow,
+    limit_depth,
     takes,
 )
+from rekindle.api.base.sampling import CommonSampling, Seed
+from rekindle.api.base.tools import ToolSelection
 from rekindle.api.responses.items import InputItems
-from rekindle.api.responses.tools import MOST_TOOLS, Toolbox, Tools
+from rekindle.api.responses.tools import MAX_TOOLS, Toolbox, Tools
 from rekindle.errors import BadRequest, Unsupported
-from rekindle.protocol.requests import StructuredOutput, ToolUse
+from rekindle.protocol.requests import StructuredOutput
 
-# ----------------------------------------------------------------------
-# `tool_choice` of the Responses API: which tools a reply may call, or has to.
-
-PARAM = "tool_choice"
+FORMAT = "text.format"
+# Fields that would change the answer and are not supported. They are refused.
+NOT_SERVED = {
+    "background": "responses are not computed in the background: remove, or stream, with",
+    "prompt": "there are no stored prompts: send `instructions` and `input` instead of",
+    "moderation": "moderation is not supported: remove",
+    "context_management": "conversations are not compacted: send less, or remove",
+}
+HARMLESS: tuple[Any, ...] = (None, False, [], {})
 
 
 class _ToolChoiceForm(BaseModel):
@@ -43,21 +51,21 @@ class _ToolChoiceForm(BaseModel):
 
 
 class NamedTool(_ToolChoiceForm):
-    """One tool; of another type than `function` and `custom` it is one of OpenAI's own."""
+    """One tool. If its type is neither `function` nor `custom`, it runs on OpenAI's servers."""
 
     type: str = Field(max_length=128)
     name: str | None = None
     namespace: str | None = None
 
     @property
-    def is_ours(self) -> bool:
+    def is_clients(self) -> bool:
         return self.type in ("function", "custom")
 
 
 class AllowedTools(_ToolChoiceForm):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=MOST_TOOLS, fail_fast=True)
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
 
 
 ToolChoice = Annotated[
@@ -66,49 +74,25 @@ ToolChoice = Annotated[
         '"none", "auto", "required", {"type": "function", "name": …}, {"type": "custom", '
         '"name": …} or {"type": "allowed_tools", "mode": …, "tools": […]}'
     ),
-    BeforeValidator(shallow),
+    BeforeValidator(limit_depth),
 ]
 
 
-def shown_tools(choice: ToolChoice | None, toolbox: Toolbox) -> list[dict[str, Any]]:
-    """The tools that the prompt describes: tools that are not allowed are left out. A single one
-    that has to be called is enforced by its name, and the prompt stays the same."""
-    if isinstance(choice, AllowedTools) and _single(choice, toolbox) is None:
-        return toolbox.shown(_allowed(choice, toolbox))
-    return toolbox.shown()
-
-
-def tool_use(choice: ToolChoice | None, toolbox: Toolbox, *, parallel: bool) -> ToolUse:
-    """The choice as the runtime takes it; one of a tool that is ignored is no choice."""
+def select_tools(choice: ToolChoice | None, toolbox: Toolbox) -> ToolSelection:
+    """Resolve `tool_choice`. A choice of an ignored tool has no effect."""
     match choice:
         case "none":
-            return ToolUse(choice="none")
+            return ToolSelection("none")
         case "required" if toolbox.offered:
-            return ToolUse(choice="required", parallel=parallel)
+            return ToolSelection("required")
         case "required" if not toolbox.ignored:
-            raise BadRequest('`tool_choice` "required" needs `tools`.', param=PARAM)
-        case NamedTool() if choice.is_ours:
-            return ToolUse(choice="required", name=_found(choice, toolbox), parallel=parallel)
-        case AllowedTools() if _allowed(choice, toolbox):
-            name = _single(choice, toolbox)
-            return ToolUse(choice=choice.mode, name=name, parallel=parallel)
+            raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
+        case NamedTool() if choice.is_clients:
+            return ToolSelection("required", frozenset([_found(choice, toolbox)]))
         case AllowedTools():
-            return ToolUse(choice="none")
-    return ToolUse(parallel=parallel)
-
-
-def forces_call(choice: ToolChoice | None, toolbox: Toolbox) -> bool:
-    return tool_use(choice, toolbox, parallel=True).choice == "required"
-
-
-def _allowed(choice: AllowedTools, toolbox: Toolbox) -> set[str]:
-    return {_found(tool, toolbox) for tool in choice.tools if tool.is_ours}
-
-
-def _single(choice: AllowedTools, toolbox: Toolbox) -> str | None:
-    """The one tool that has to be called, where there is one."""
-    names = _allowed(choice, toolbox)
-    return names.pop() if len(names) == 1 and choice.mode == "required" else None
+            allowed = frozenset(_found(tool, toolbox) for tool in choice.tools if tool.is_clients)
+            return ToolSelection(choice.mode if allowed else "none", allowed)
+    return ToolSelection()
 
 
 def _found(choice: NamedTool, toolbox: Toolbox) -> str:
@@ -117,26 +101,13 @@ def _found(choice: NamedTool, toolbox: Toolbox) -> str:
         raise BadRequest(
             f"`tool_choice` names the tool {(choice.name or '')[:128]!r}, which is not among "
             "`tools`.",
-            param=PARAM,
+            param="tool_choice",
         )
     return name
 
 
-MOST_PAIRS = 16
-MOST_NAME_CHARACTERS = 512  # of whom a client asks for
-FORMAT = "text.format"
-# Fields that ask for what is not to be had here: refused, never ignored.
-NOT_SERVED = {
-    "background": "responses are not computed in the background: remove, or stream, with",
-    "prompt": "there are no stored prompts: send `instructions` and `input` instead of",
-    "moderation": "nothing is moderated here: remove",
-    "context_management": "conversations are not compacted: send less, or remove",
-}
-HARMLESS: tuple[Any, ...] = (None, False, [], {})
-
-
 class _Form(BaseModel):
-    model_config = ConfigDict(strict=True, protected_namespaces=())
+    model_config = STRICT
 
 
 class Reasoning(_Form):
@@ -147,7 +118,7 @@ class Reasoning(_Form):
 class TextFormat(_Form):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=64)
-    schema_: Annotated[dict[str, Any], BeforeValidator(shallow)] | None = Field(
+    schema_: Annotated[dict[str, Any], BeforeValidator(limit_depth)] | None = Field(
         None, alias="schema"
     )
     description: str | None = None
@@ -183,23 +154,20 @@ class ConversationId(_Form):
 
 
 def _pairs(metadata: dict[str, str]) -> dict[str, str]:
-    if len(metadata) > MOST_PAIRS or any(
+    if len(metadata) > 16 or any(
         len(name) > 64 or len(value) > 512 for name, value in metadata.items()
     ):
-        raise ValueError(
-            f"takes at most {MOST_PAIRS} names of 64 characters, with values of 512 characters"
-        )
+        raise ValueError("takes at most 16 names of 64 characters, with values of 512 characters")
     return metadata
 
 
 Metadata = Annotated[
     dict[str, str], takes("an object whose values are strings"), AfterValidator(_pairs)
 ]
-Text = Annotated[str, BeforeValidator(bounded_text)]
 
 
 def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """One sentence about the first item that is wrong, or about what input takes."""
+    """Report one error: about the first wrong item, or about input in general."""
     try:
         return handler(value)
     except ValidationError as error:
@@ -219,7 +187,7 @@ Input = Annotated[Text | InputItems, WrapValidator(_explained)]
 
 
 class PromptFields(_Form):
-    """What a prompt is made of."""
+    """The fields that make up the prompt."""
 
     model: str | None = None
     input: Input | None = None
@@ -235,14 +203,14 @@ class PromptFields(_Form):
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
     normalise: Normalise | None = Field(
-        None, description="Whether volatile headers are taken out, or which"
+        None, description="Whether to remove volatile parts of the prompt, or which ones"
     )
 
     @model_validator(mode="after")
     def _is_a_prompt(self) -> PromptFields:
         if self.previous_response_id is not None and self.conversation is not None:
             raise BadRequest(
-                "`previous_response_id` and `conversation` both say what came before: send one.",
+                "`previous_response_id` and `conversation` exclude each other: send one of them.",
                 param="previous_response_id",
             )
         parts = (self.input, self.instructions, self.previous_response_id, self.conversation)
@@ -264,7 +232,7 @@ class PromptFields(_Form):
 
     @property
     def reserved_tokens(self) -> int:
-        """That the context has to hold beside the prompt."""
+        """Tokens that must fit into the context after the prompt."""
         return 1
 
 
@@ -272,25 +240,23 @@ class InputTokensRequest(PromptFields):
     """POST /v1/responses/input_tokens."""
 
 
-class ResponsesRequest(PromptFields):
+class ResponsesRequest(PromptFields, CommonSampling):
     """POST /v1/responses."""
 
     stream: bool | None = None
-    store: bool | None = Field(None, description="Whether it can be asked for later: the default")
+    store: bool | None = Field(None, description="Whether to store the response; true by default")
     include: Annotated[list[str], Field(max_length=32)] | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS), WHOLE] | None = None
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
+    max_output_tokens: Count | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     seed: Seed | None = None
     metadata: Metadata | None = None
-    user: str | None = Field(None, max_length=MOST_NAME_CHARACTERS)
-    safety_identifier: str | None = Field(None, max_length=MOST_NAME_CHARACTERS)
-    session_id: Id | None = Field(None, description="Names the conversation's state")
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    session_id: Id | None = Field(None, description="A name of the conversation")
     use_kv_cache: bool | None = None
     cache_exact: bool | None = None
     prompt_cache_key: Id | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
 
     @model_validator(mode="before")
@@ -311,16 +277,16 @@ class ResponsesRequest(PromptFields):
 
     @property
     def prewarms(self) -> bool:
-        """Whether the prompt alone is computed."""
+        """Whether only the prompt is computed."""
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @property
     def seals_reasoning(self) -> bool:
-        """Whether reasoning comes with what lets it be sent back."""
+        """Whether reasoning comes packed, so that the client can send it back."""
         return "reasoning.encrypted_content" in (self.include or ())
 
     @property
     def logprobs(self) -> int | None:
-        """How many alternatives each token is shown with; None: no logprobs."""
+        """Number of alternatives for each token, or None for no log probabilities."""
         wanted = "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs
         return (self.top_logprobs or 0) if wanted else None

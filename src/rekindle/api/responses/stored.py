@@ -1,7 +1,7 @@
-"""Documents: responses and conversations, as they are stored with a model's runtime.
+"""Stores responses and conversations as documents in a model's runtime.
 
-A line for each item, then one for the object itself. So the document of a conversation's next turn
-begins with the one before it, and on disk they share what they have in common.
+A document has one line for each item and a last line for the object. The document of a
+conversation's next turn thus starts with the previous one, and on disk they share blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fastapi import Query
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import MOST_ID_CHARACTERS
+from rekindle.api.base.fields import MAX_ID_CHARACTERS
 from rekindle.api.base.models import models_of
 from rekindle.api.responses.items import new_id, stored_items
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError
@@ -33,17 +33,19 @@ from rekindle.protocol.admin import (
 )
 from rekindle.worker.client import RuntimeClient
 
-MOST_DOCUMENT_BYTES = 32 << 20
-DISK_S = 2.0  # that a client waits for the disk
-MOST_AT_ONCE = 16  # documents of a tenant: a quarter of the questions that a runtime takes
-DOCUMENT_SLOTS = "document_slots"  # in the state of the application
+MAX_DOCUMENT_BYTES = 32 << 20
+# Documents that a tenant loads or stores concurrently. A runtime accepts four times as many
+# admin requests.
+MAX_CONCURRENT = 16
+DOCUMENT_SLOTS = "document_slots"  # key in the application's state
+OPEN_RESPONSES = "open_responses"  # key in the application's state
 
 Lines = tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A document, and where it is."""
+    """A document and the runtime that stores it."""
 
     key: str
     runtime: RuntimeClient
@@ -57,12 +59,12 @@ class Stored:
 
     @property
     def history(self) -> Lines:
-        """All items up to its end: of a response, with its output."""
+        """All items, including the output of a response."""
         return (*self.lines, *as_lines(self.object.get("output", ())))
 
     @property
     def size_bytes(self) -> int:
-        """Of its items."""
+        """Size of its items."""
         return size_bytes(self.lines)
 
 
@@ -74,8 +76,8 @@ def as_lines(items: Iterable[dict[str, Any]]) -> Lines:
     return tuple(orjson.dumps(item) for item in items)
 
 
-def beside(before: Lines, added: Lines) -> Lines:
-    """Items to be stored behind others, with new ids where theirs are taken."""
+def with_new_ids(before: Lines, added: Lines) -> Lines:
+    """Replace the ids of added items that are already taken."""
     taken = {orjson.loads(line)["id"] for line in before}
     items = [orjson.loads(line) for line in added]
     return as_lines(
@@ -84,33 +86,33 @@ def beside(before: Lines, added: Lines) -> Lines:
 
 
 def place_of(item_id: str, lines: Sequence[bytes]) -> int | None:
-    """Which line is that of the item; only what may be is parsed."""
+    """Find the line of an item. Only lines that contain its id are parsed."""
     try:
         written = orjson.dumps(item_id)
-    except orjson.JSONEncodeError:  # it is no text, and no item's id
+    except orjson.JSONEncodeError:  # a lone surrogate, which no id has
         return None
     may_be = (place for place, line in enumerate(lines) if written in line)
     return next((place for place in may_be if orjson.loads(lines[place])["id"] == item_id), None)
 
 
 def parsed(lines: Sequence[bytes]) -> list[Any]:
-    """Items as they were sent."""
+    """Parse stored items."""
     return stored_items.validate_python([orjson.loads(line) for line in lines])
 
 
 class DocumentSlots:
-    """How many documents of a tenant are on their way at once: the others wait, where a runtime
+    """Limits the documents that a tenant transfers concurrently. Others wait, because the runtime
     would refuse them."""
 
     def __init__(self) -> None:
         self._slots: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
 
     def of(self, tenant: bytes) -> asyncio.Semaphore:
-        return self._slots.setdefault(tenant, asyncio.Semaphore(MOST_AT_ONCE))
+        return self._slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT))
 
 
 class DocumentClient:
-    """The documents of one caller, wherever they are."""
+    """Loads and stores the documents of one caller."""
 
     def __init__(self, request: Request) -> None:
         slots: DocumentSlots = getattr(request.state, DOCUMENT_SLOTS)
@@ -119,7 +121,7 @@ class DocumentClient:
         self._runtimes = models_of(request).runtimes
 
     async def load(self, key: str, missing: ServerError) -> Stored:
-        """Raises `missing` where there is none."""
+        """Raises `missing` if no runtime has the document."""
         try:
             async with self._slots:
                 found = await self._admin.find(self._runtimes, GetDocument(key), Document)
@@ -136,32 +138,31 @@ class DocumentClient:
         *,
         ttl_s: float | None = None,
     ) -> bool:
-        """Whether there is room for it. On return it is on disk, unless that is slow or fails; in
-        memory it is in any case."""
+        """Store a document. Returns False if there is no room for it.
+
+        After two seconds this stops waiting for the disk. The document is in memory by then.
+        """
         content = b"\n".join((*lines, orjson.dumps(object_)))
-        if len(content) > MOST_DOCUMENT_BYTES:
+        if len(content) > MAX_DOCUMENT_BYTES:
             return False
         op = StoreDocument(key=key, content=content, ttl_s=ttl_s)
         async with self._slots:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DISK_S):
+                async with asyncio.timeout(2.0):
                     return (await self._admin.request(runtime, op, DocumentStored)).kept
         return True
 
     async def delete(self, stored: Stored) -> None:
-        """With the state that is no other's; it is gone when this returns, restart or not."""
+        """Delete a document durably, with the state that only it uses."""
         async with self._slots:
             await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)
 
 
-# ----------------------------------------------------------------------
-# Lists of items, page by page.
-
 Limit = Annotated[int, Query(ge=1, le=100)]
-Order = Annotated[Literal["asc", "desc"], Query(description="desc: the newest first")]
+Order = Annotated[Literal["asc", "desc"], Query(description="desc: newest first")]
 After = Annotated[
     str | None,
-    Query(max_length=MOST_ID_CHARACTERS, description="The id that the page begins behind"),
+    Query(max_length=MAX_ID_CHARACTERS, description="The id of the last item of the previous page"),
 ]
 
 
@@ -193,18 +194,14 @@ def page(
     }
 
 
-# ----------------------------------------------------------------------
-# Responses that are being computed, so that other requests can see and cancel them.
-
-OPEN_RESPONSES = "open_responses"  # in the state of the application
-
-
 class OpenResponse(Protocol):
+    """A response that is being computed. Other requests can show and cancel it."""
+
     async def cancel(self) -> dict[str, Any]:
-        """End it as it is; the response."""
+        """End it with what was generated so far, and return it."""
 
     def discard(self) -> bool:
-        """End it, and keep nothing of it; False: it is ending, and may be kept."""
+        """End it and store nothing. Returns False if it is already ending."""
 
     def so_far(self) -> dict[str, Any]: ...
 
@@ -214,7 +211,7 @@ class OpenResponse(Protocol):
 
 
 class OpenResponses:
-    """Of all callers; each sees its own."""
+    """The open responses of all callers. Each caller sees its own."""
 
     def __init__(self) -> None:
         self._answers: dict[tuple[bytes, str], OpenResponse] = {}

@@ -1,7 +1,7 @@
-"""Tools of the Responses API: functions, custom tools whose input is text, and namespaces of both.
+"""Validates the tools of the Responses API and presents them to the model as functions.
 
-The model sees all of them as functions. A custom tool is one with a single text, `input`; one of a
-namespace has the namespace in its name.
+A custom tool becomes a function with one text argument, `input`. The name of a tool in a namespace
+starts with the namespace.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pydantic import (
     Tag,
 )
 
-from rekindle.api.base.fields import ToolName, shallow
+from rekindle.api.base.fields import ToolName, limit_depth
+from rekindle.api.base.tools import ToolSelection
 from rekindle.errors import BadRequest
 
-MOST_TOOLS = 1024  # in all namespaces together
-MOST_GRAMMAR_CHARACTERS = 65_536  # of all custom tools together
+MAX_TOOLS = 1024  # in all namespaces together
+MAX_GRAMMAR_CHARACTERS = 65_536  # of all custom tools together
 SEPARATOR = "__"  # between a namespace and a name
-INPUT = "input"  # of a custom tool, its one argument
+INPUT = "input"  # the only argument of a custom tool
 
 
 class _Form(BaseModel):
@@ -43,7 +44,7 @@ class FunctionTool(_Form):
     strict: bool | None = None
 
     def described(self) -> dict[str, Any]:
-        """Without its name, as templates read it."""
+        """What templates read, without the name."""
         described: dict[str, Any] = {"description": self.description} if self.description else {}
         described["parameters"] = self.parameters
         if self.strict is not None:
@@ -54,7 +55,7 @@ class FunctionTool(_Form):
 class InputFormat(_Form):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
-    definition: str | None = Field(None, max_length=MOST_GRAMMAR_CHARACTERS)
+    definition: str | None = Field(None, max_length=MAX_GRAMMAR_CHARACTERS)
 
 
 class CustomTool(_Form):
@@ -65,13 +66,13 @@ class CustomTool(_Form):
 
     @property
     def grammar(self) -> str | None:
-        """What its input has to follow, if anything."""
+        """The grammar of its input, if it has one."""
         form = self.format
         return form.definition if form is not None and form.type == "grammar" else None
 
     @property
     def is_enforced(self) -> bool:
-        """A regular expression is; a Lark grammar cannot be inside of JSON."""
+        """Whether sampling enforces the grammar. Inside of JSON it cannot enforce Lark."""
         return self.grammar is None or (self.format is not None and self.format.syntax == "regex")
 
     def described(self) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class NamespaceTool(_Form):
 
 
 class HostedTool(_Form):
-    """One that OpenAI runs itself, and that is not to be had here."""
+    """A tool that runs on OpenAI's servers. It is ignored."""
 
     type: str = Field(max_length=128)
 
@@ -127,23 +128,23 @@ AnyTool = Annotated[
 ]
 
 
-def _few(tools: Any) -> Any:
-    """Counted before the tools themselves are checked."""
+def _limit_tools(tools: Any) -> Any:
+    """Count tools before they are validated, those in namespaces too."""
     if isinstance(tools, list):
         nested = (tool.get("tools") for tool in tools if isinstance(tool, dict))
         found = len(tools) + sum(len(inner) for inner in nested if isinstance(inner, list))
-        if found > MOST_TOOLS:
-            raise ValueError(f"takes at most {MOST_TOOLS} items, those of namespaces included")
+        if found > MAX_TOOLS:
+            raise ValueError(f"takes at most {MAX_TOOLS} items, those of namespaces included")
     return tools
 
 
-def _short(tools: list[Any]) -> list[Any]:
-    """What is enforced is compiled first, which takes its time."""
+def _limit_grammars(tools: list[Any]) -> list[Any]:
+    """Limit the grammars, because compiling one takes time."""
     inner = [each for tool in tools for each in getattr(tool, "tools", [tool])]
     grammars = (tool.grammar or "" for tool in inner if isinstance(tool, CustomTool))
-    if (found := sum(map(len, grammars))) > MOST_GRAMMAR_CHARACTERS:
+    if (found := sum(map(len, grammars))) > MAX_GRAMMAR_CHARACTERS:
         raise ValueError(
-            f"may have at most {MOST_GRAMMAR_CHARACTERS} characters of `definition` in all custom "
+            f"may have at most {MAX_GRAMMAR_CHARACTERS} characters of `definition` in all custom "
             f"tools together, not {found}"
         )
     return tools
@@ -152,9 +153,9 @@ def _short(tools: list[Any]) -> list[Any]:
 Tools = Annotated[
     list[AnyTool],
     Field(fail_fast=True),
-    AfterValidator(_short),
-    BeforeValidator(shallow),
-    BeforeValidator(_few),
+    AfterValidator(_limit_grammars),
+    BeforeValidator(limit_depth),
+    BeforeValidator(_limit_tools),
 ]
 
 
@@ -171,7 +172,7 @@ class OfferedTool:
 
     @property
     def full_name(self) -> str:
-        """By which the model knows it."""
+        """The name that the model uses."""
         return full_name(self.tool.name, self.namespace)
 
 
@@ -185,11 +186,11 @@ def full_name(name: str, namespace: str | None) -> str:
 class Toolbox:
     """The tools of one request."""
 
-    offered: dict[str, OfferedTool] = field(default_factory=dict)  # by their full names
-    ignored: list[str] = field(default_factory=list)  # they are OpenAI's own
-    unenforced: list[str] = field(default_factory=list)  # custom ones, by their full names
-    _introductions: dict[str, str] = field(default_factory=dict)  # of namespaces, by their first
-    _within: dict[str, list[str]] = field(default_factory=dict)  # full names, by names alone
+    offered: dict[str, OfferedTool] = field(default_factory=dict)  # by full name
+    ignored: list[str] = field(default_factory=list)  # types of tools of OpenAI's servers
+    unenforced: list[str] = field(default_factory=list)  # custom tools, by full name
+    _introductions: dict[str, str] = field(default_factory=dict)  # of namespaces, by first tool
+    _within: dict[str, list[str]] = field(default_factory=dict)  # full names, by short name
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None) -> Toolbox:
@@ -213,12 +214,12 @@ class Toolbox:
         if isinstance(sent, NamespaceTool) and sent.description and each.tool is sent.tools[0]:
             self._introductions[name] = f"{sent.name}: {sent.description}"
 
-    def shown(self, allowed: set[str] | None = None) -> list[dict[str, Any]]:
-        """As templates read them; `allowed`: these alone."""
+    def described(self, selection: ToolSelection) -> list[dict[str, Any]]:
+        """The tools that the prompt describes, as templates read them."""
         return [
             {"type": "function", "function": {"name": name, **self._described(name, each)}}
             for name, each in self.offered.items()
-            if allowed is None or name in allowed
+            if selection.shows(name)
         ]
 
     def _described(self, name: str, each: OfferedTool) -> dict[str, Any]:
@@ -232,7 +233,7 @@ class Toolbox:
         return described
 
     def resolve(self, name: str, namespace: str | None = None) -> str:
-        """The full name of a tool that a client calls by this name."""
+        """Find the full name. Clients may leave out the namespace if the name is unique."""
         full = full_name(name, namespace)
         if namespace or full in self.offered:
             return full
@@ -247,32 +248,29 @@ def _offered(tool: Any) -> Iterator[OfferedTool]:
         yield OfferedTool(tool)
 
 
-# ----------------------------------------------------------------------
-# The input of a custom tool: one text, which the model writes as an argument in JSON.
-
-MOST_BEFORE = 256  # characters before the text begins; beyond, it is none
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
 _SAFE = re.compile(
     r"(?:[^\"\\]"
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # two halves of a character
-    r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"  # half a character alone is none
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a surrogate pair
+    r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"  # but not a lone surrogate
     r"|\\[\"\\/bfnrt])*"
 )
-_LONGEST_ESCAPE = 12  # what is longer, and not safe, is no JSON
 
 
 class CustomInput:
-    """Takes the pieces of the arguments; gives the pieces of the text. What is not such an argument
-    is the text itself: nothing that a model wrote is lost."""
+    """Extracts the input of a custom tool from its arguments in JSON, as they are generated.
+
+    Arguments that are not the expected JSON are passed on as the input, so that nothing is lost.
+    """
 
     def __init__(self) -> None:
         self._pending = ""
         self._begun = False
         self._is_json = True
-        self._is_over = False  # behind the text's last quote
+        self._is_over = False  # after the text's last quote
 
     def add(self, arguments: str) -> str:
-        """What these add to the text."""
+        """Add arguments; return what they add to the input."""
         if self._is_over:
             return ""
         self._pending += arguments
@@ -281,7 +279,7 @@ class CustomInput:
         return self._text(is_last=False) if self._begun else ""
 
     def end(self) -> str:
-        """What is left when no more comes."""
+        """Return the rest of the input after the last arguments."""
         self._is_json &= self._begun
         return "" if self._is_over else self._text(is_last=True)
 
@@ -289,11 +287,11 @@ class CustomInput:
         found = _BEGIN.match(self._pending)
         if found is not None:
             self._pending, self._begun = self._pending[found.end() :], True
-        elif len(self._pending) > MOST_BEFORE:
+        elif len(self._pending) > 256:  # too long for white space and the name
             self._begun, self._is_json = True, False
 
     def _text(self, *, is_last: bool) -> str:
-        """As much as can be told; what is no JSON is taken as it is."""
+        """Decode the pending text as far as possible. Invalid JSON is kept as it is."""
         if not self._is_json:
             text, self._pending = self._pending, ""
             return text
@@ -306,7 +304,7 @@ class CustomInput:
             self._is_over = pending.startswith('"', at)
             if self._is_over or at == len(pending):
                 break
-            if len(pending) - at < _LONGEST_ESCAPE and not is_last:
+            if len(pending) - at < 12 and not is_last:  # the longest escape, a surrogate pair
                 break
             pieces.append(pending[at])
             at += 1

@@ -1,8 +1,8 @@
-"""`truncation: auto`: the oldest items are left out of a conversation that is too long.
+"""Implements `truncation: auto`: drops the oldest items of a conversation that is too long.
 
-Where it is cut depends on what comes before the cut alone, in steps of some size: so the next turns
-of the conversation are cut at the same place, and go on from the same state, until they are too
-long for that as well.
+Cuts are possible only at fixed steps, which depend on the items before them alone. The next turns
+of the conversation are therefore cut at the same item and reuse the same state, until they are too
+long again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.messages import Message
+from rekindle.api.base.images import RenderedChat
+from rekindle.api.base.messages import Message, rendered
 from rekindle.api.responses.items import (
     CallOutput,
     CustomToolCall,
@@ -21,15 +22,13 @@ from rekindle.api.responses.items import (
     MessageItem,
     text_of,
 )
-from rekindle.api.responses.request import Conversation, token_question
+from rekindle.api.responses.request import Conversation, count_request
 from rekindle.api.responses.schema import PromptFields
 from rekindle.config import Config
 from rekindle.errors import ContextTooLong, ServerError
 from rekindle.http.body import run_off_loop_if_large
 from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.worker.client import RuntimeClient
-
-STEPS = 2  # between two cuts there are at least so many parts of the context, in characters
 
 
 async def fitted(
@@ -39,22 +38,25 @@ async def fitted(
     conversation: Conversation,
     config: Config,
 ) -> Conversation:
-    """The conversation as far as the model's context holds it, if that is what is asked for; one
-    that does not fit with the user's last message alone is cut to that, and refused as any other.
+    """Cut the conversation so that it fits into the model's context.
+
+    If not even the last user message fits, the runtime refuses the turn.
     """
     if body.truncation != "auto":
         return conversation
     limit = runtime.loaded.context_tokens
-    reserved = min(body.reserved_tokens, limit // STEPS)
+    reserved = min(body.reserved_tokens, limit // 2)
     size_bytes = len(await request.body()) + conversation.size_bytes
 
     def question(begin: int) -> Tokenize:
-        return token_question(body, _texts(conversation.cut(begin)), None, config)
+        messages = conversation.cut(begin).messages
+        chat = RenderedChat(rendered(list(map(_without_media, messages))), [])
+        return count_request(body, conversation, chat, config)
 
     async def fits(begin: int) -> bool:
-        asked = await run_off_loop_if_large(request, size_bytes, question, begin)
+        op = await run_off_loop_if_large(request, size_bytes, question, begin)
         try:
-            found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
+            found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
         except ServerError as error:
             if error.code != ContextTooLong.code:
                 raise
@@ -64,10 +66,10 @@ async def fitted(
     if await fits(0):
         return conversation
     cuts = await run_off_loop_if_large(
-        request, size_bytes, _cuts, conversation.items, step=max(limit // STEPS, 1)
+        request, size_bytes, _cuts, conversation.items, step=max(limit // 2, 1)
     )
     least, most = 0, len(cuts) - 1
-    while least < most:  # the first cut behind which it fits
+    while least < most:  # find the first cut after which it fits
         middle = (least + most) // 2
         if await fits(cuts[middle]):
             most = middle
@@ -79,7 +81,7 @@ async def fitted(
 
 
 def _cuts(items: Sequence[Any], *, step: int) -> list[int]:
-    """Where the conversation may begin instead: at messages of the user, a step apart."""
+    """Items at which the conversation may begin: user messages at least `step` characters apart."""
     cuts, characters, reached = list[int](), 0, 0
     last = None
     for place, item in enumerate(items):
@@ -89,7 +91,7 @@ def _cuts(items: Sequence[Any], *, step: int) -> list[int]:
                 reached, last = characters, None
                 cuts.append(place)
         characters += _characters(item)
-    return cuts if last is None else [*cuts, last]  # at least the last message
+    return cuts if last is None else [*cuts, last]  # the last message is always a cut
 
 
 def _characters(item: Any) -> int:
@@ -110,12 +112,8 @@ def _written(content: Any) -> str:
     return text_of(parts)
 
 
-def _texts(conversation: Conversation) -> Conversation:
-    """Without pictures, which are loaded later."""
-    return conversation.with_messages([_text(message) for message in conversation.messages])
-
-
-def _text(message: Message) -> Message:
+def _without_media(message: Message) -> Message:
+    """Media are loaded after the conversation is cut."""
     if not message.media:
         return message
     content = message.content if isinstance(message.content, list) else []

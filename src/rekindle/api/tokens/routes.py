@@ -1,17 +1,17 @@
-"""POST /v1/tokenize, /v1/detokenize, /v1/apply-template and /v1/internal/token-count."""
+"""Serves /v1/tokenize, /v1/detokenize, /v1/apply-template, /v1/internal/token-count and /props."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import NO_LIMIT, FreeObject, Tokens, bounded_text
-from rekindle.api.base.messages import MOST_MESSAGES, Message, Messages, rendered
+from rekindle.api.base.fields import MAX_ITEMS, NO_LIMIT, STRICT, FreeObject, Text, Tokens
+from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.tools import Tools, described
 from rekindle.config import Config
@@ -23,17 +23,14 @@ from rekindle.protocol.media import IMAGE
 from rekindle.version import __version__
 from rekindle.worker.client import RuntimeClient
 
-# ----------------------------------------------------------------------
-# Requests about tokens, in the shapes of llama.cpp's server and of vLLM's.
-
-Text = Annotated[str, BeforeValidator(bounded_text)]
-SOURCES = ("content", "prompt", "messages")
+router = APIRouter(route_class=JsonRoute, tags=["tokens"])
+props_router = APIRouter(tags=["llama.cpp"])
 
 
 class ConversationBase(BaseModel):
-    """What says how a conversation is rendered."""
+    """The fields that decide how a conversation is rendered."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
     model: str | None = None
     tools: Tools | None = None
@@ -42,10 +39,10 @@ class ConversationBase(BaseModel):
     continue_final_message: bool = False
 
     def conversation(self, messages: list[Message], *, normalise: bool) -> Tokenize:
-        """What a runtime is asked; `normalise`: as chat normalises conversations."""
+        """Ask for the tokens of a conversation. `normalise` is the server's setting for chats."""
         if any(message.media for message in messages):
             raise Unsupported(
-                "pictures have no tokens before the model has seen them: send text alone",
+                "images have no tokens before they are encoded: send text alone",
                 param="messages",
             )
         return Tokenize(
@@ -59,37 +56,38 @@ class ConversationBase(BaseModel):
 
 
 class TemplateRequest(ConversationBase):
-    messages: Messages = Field(min_length=1, max_length=MOST_MESSAGES)
+    messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
 
-    def asked(self, *, normalise: bool) -> Tokenize:
+    def op(self, *, normalise: bool) -> Tokenize:
         return self.conversation(self.messages, normalise=normalise)
 
 
 class TokenizeRequest(ConversationBase):
-    """One of `content` (llama.cpp), `prompt` (vLLM) and `messages`."""
+    """Takes one of `content` (llama.cpp), `prompt` (vLLM) and `messages`."""
 
     content: Text | None = None
     prompt: Text | None = None
-    messages: Messages | None = Field(None, min_length=1, max_length=MOST_MESSAGES)
+    messages: Messages | None = Field(None, min_length=1, max_length=MAX_ITEMS)
     add_special: bool | None = Field(
-        None, description="What the model wants around a text; by default with `prompt` alone"
+        None, description="Add the model's special tokens; by default only to `prompt`"
     )
-    add_special_tokens: bool | None = Field(None, description="vLLM's name of `add_special`")
-    parse_special: bool = Field(True, description="A control token's text in a text is that token")
-    with_pieces: bool = Field(False, description="llama.cpp's form: each token with its text")
-    return_token_strs: bool = Field(False, description="vLLM's form: `token_strs` beside `tokens`")
+    add_special_tokens: bool | None = Field(None, description="vLLM's name for `add_special`")
+    parse_special: bool = Field(True, description="Recognise control tokens in the text")
+    with_pieces: bool = Field(False, description="llama.cpp: return each token with its text")
+    return_token_strs: bool = Field(False, description="vLLM: return `token_strs` too")
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
-        given = [name for name in SOURCES if getattr(self, name) is not None]
+        sources = ("content", "prompt", "messages")
+        given = [name for name in sources if getattr(self, name) is not None]
         if len(given) != 1:
             raise BadRequest(
                 "Send one of `content`, `prompt` and `messages`.", param=given[1] if given else None
             )
         return self
 
-    def asked(self, *, normalise: bool) -> Tokenize:
-        asked = (
+    def op(self, *, normalise: bool) -> Tokenize:
+        op = (
             Tokenize(
                 text=self.prompt if self.content is None else self.content,
                 add_special=self._adds_special(),
@@ -98,8 +96,8 @@ class TokenizeRequest(ConversationBase):
             if self.messages is None
             else self.conversation(self.messages, normalise=normalise)
         )
-        asked.with_pieces = self.with_pieces or self.return_token_strs
-        return asked
+        op.with_pieces = self.with_pieces or self.return_token_strs
+        return op
 
     def _adds_special(self) -> bool:
         given = self.add_special if self.add_special is not None else self.add_special_tokens
@@ -107,14 +105,14 @@ class TokenizeRequest(ConversationBase):
 
 
 class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
     model: str | None = None
     tokens: Tokens
 
 
 class TokenCountRequest(BaseModel):
-    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+    model_config = STRICT
 
     model: str | None = None
     text: Text
@@ -124,16 +122,13 @@ class TokenCountBody(BaseModel):
     length: int
 
 
-router = APIRouter(route_class=JsonRoute, tags=["tokens"])
-
-
 @router.post("/v1/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber = None) -> Response:
-    """The tokens of a text, or of a conversation as the model would read it."""
+    """Tokenise a text, or a conversation as the model would read it."""
     models = models_of(request)
-    asked = await run_off_loop(request, body.asked, normalise=models.config.normalise)
+    op = await run_off_loop(request, body.op, normalise=models.config.normalise)
     runtime = models.any(body.model, number)
-    found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
+    found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     return await run_off_loop(request, _answer, found, body)
 
 
@@ -141,10 +136,10 @@ async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber 
 async def detokenize(
     body: DetokenizeRequest, request: Request, number: ModelNumber = None
 ) -> Response:
-    """The text of tokens, control tokens included."""
+    """Convert tokens to text, including control tokens."""
     runtime = models_of(request).any(body.model, number)
-    asked = Detokenize(body.tokens)
-    found = await AdminClient.of_tenant(request).request(runtime, asked, Detokenized)
+    op = Detokenize(body.tokens)
+    found = await AdminClient.of_tenant(request).request(runtime, op, Detokenized)
     return JsonResponse({"content": found.text, "prompt": found.text})
 
 
@@ -152,12 +147,12 @@ async def detokenize(
 async def apply_template(
     body: TemplateRequest, request: Request, number: ModelNumber = None
 ) -> Response:
-    """A conversation as the text that the model would read."""
+    """Render a conversation as the text that the model would read."""
     models = models_of(request)
-    asked = await run_off_loop(request, body.asked, normalise=models.config.normalise)
+    op = await run_off_loop(request, body.op, normalise=models.config.normalise)
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
-    tokens = (await client.request(runtime, asked, Tokenized)).tokens
+    tokens = (await client.request(runtime, op, Tokenized)).tokens
     found = await client.request(runtime, Detokenize(tokens), Detokenized)
     return JsonResponse({"prompt": found.text})
 
@@ -166,10 +161,10 @@ async def apply_template(
 async def count_tokens(
     body: TokenCountRequest, request: Request, number: ModelNumber = None
 ) -> TokenCountBody:
-    """How many tokens a text has, with what the model wants around it."""
+    """Count the tokens of a text, including the model's special tokens."""
     runtime = models_of(request).any(body.model, number)
-    asked = Tokenize(text=body.text, add_special=True, with_tokens=False)
-    found = await AdminClient.of_tenant(request).request(runtime, asked, Tokenized)
+    op = Tokenize(text=body.text, add_special=True, with_tokens=False)
+    found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     return TokenCountBody(length=found.count)
 
 
@@ -189,22 +184,16 @@ def _answer(found: Tokenized, body: TokenizeRequest) -> Response:
 
 
 def _piece(piece: bytes) -> str | list[int]:
-    """Text; bytes where a character goes on in the next token."""
+    """The token's text, or its bytes if they end inside a character."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
         return list(piece)
 
 
-# ----------------------------------------------------------------------
-# GET /props, by which tools of llama.cpp's server learn what the model is like.
-
-props_router = APIRouter(tags=["llama.cpp"])
-
-
 @props_router.get("/props")
 async def props(request: Request, model: str | None = None, number: ModelNumber = None) -> Response:
-    """What the model is like: its context, its chat template, what it can see."""
+    """Describe the model to clients of llama.cpp: context, chat template and modalities."""
     models = models_of(request)
     return JsonResponse(_props(models.runtime(model, number), models.config))
 

@@ -8,10 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.api.base.fields import TextAllowance
+from rekindle.api.base.fields import TextBudget
 from rekindle.api.base.signature import signed_text
-from rekindle.api.responses import reply as answer
-from rekindle.api.responses.reply import Answer
+from rekindle.api.responses.reply import ResponseReply
 from rekindle.protocol.admin import StoreDocument
 from rekindle.protocol.events import Prefill, Started, TokenLogprob
 from tests.api.responses.asking import (
@@ -103,7 +102,7 @@ def test_reasoning_is_an_item_before_the_message() -> None:
 def test_reasoning_is_packed_for_clients_that_ask_for_it() -> None:
     response = both(*REASONED, include=["reasoning.encrypted_content"], store=False)
     packed = response["output"][0]["encrypted_content"]
-    assert signed_text("", packed, TextAllowance()) == "Hm, two."
+    assert signed_text("", packed, TextBudget()) == "Hm, two."
 
 
 def test_calls_are_items_of_their_own() -> None:
@@ -216,12 +215,12 @@ def test_a_failure_in_a_stream_is_its_last_event() -> None:
 
 
 def test_a_long_prompt_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "PING_S", 0.01)
+    monkeypatch.setattr(ResponseReply, "keep_alive_s", 0.01)
     signs, enough = list[bytes](), asyncio.Event()
-    sign_of_life = Answer._sign_of_life
+    keep_alive = ResponseReply.keep_alive
 
-    def counted(self: Answer) -> bytes:
-        signs.append(sign_of_life(self))
+    def counted(self: ResponseReply) -> bytes:
+        signs.append(keep_alive(self))
         if len(signs) == 2:
             enough.set()
         return signs[-1]
@@ -230,7 +229,7 @@ def test_a_long_prompt_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> N
         async def paused(self) -> None:
             await enough.wait()
 
-    monkeypatch.setattr(Answer, "_sign_of_life", counted)
+    monkeypatch.setattr(ResponseReply, "keep_alive", counted)
     runtime = Slow([Pause(), *reply("x")], answers=Documents().answer)
     told = events_of(ask(Front(runtime), stream=True))
     assert [event.name for event in told].count("response.in_progress") > 2

@@ -18,7 +18,7 @@ NORMALISE = (
     "home-assistant-seconds, goose-minutes, tools, session-paths, dates."
 )
 PRIORITY = (
-    "`priority` takes a whole number from -10 to 10, higher going first, "
+    "`priority` takes a whole number from -10 to 10, where higher goes first, "
     'or "low", "normal" or "high".'
 )
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from msgspec import structs
 
-from rekindle.api.anthropic import reply as answer
-from rekindle.api.base.fields import TextAllowance
+from rekindle.api.anthropic.reply import MessageReply
+from rekindle.api.base.fields import TextBudget
 from rekindle.api.base.signature import signed_text
 from rekindle.protocol.events import CacheReport, Finished, Reason, Started
 from tests.api.anthropic.asking import HELLO, PATH, ask, error, requested, streamed, whole
@@ -96,7 +96,7 @@ def test_a_call_that_was_cut_off_loses_nothing_of_what_the_model_wrote() -> None
 def test_reasoning_is_a_block_of_thinking_that_is_signed() -> None:
     thinking, text = both(*REASONED)["content"]
     assert thinking["thinking"] == "Hm, two."
-    assert signed_text("Hm, two.", thinking["signature"], TextAllowance()) == "Hm, two."
+    assert signed_text("Hm, two.", thinking["signature"], TextBudget()) == "Hm, two."
     assert text == {"type": "text", "text": "2"}
 
 
@@ -104,7 +104,7 @@ def test_thinking_that_is_omitted_is_in_its_signature() -> None:
     fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
     thinking, _ = both(*REASONED, **fields)["content"]
     assert thinking["thinking"] == ""
-    assert signed_text("", thinking["signature"], TextAllowance()) == "Hm, two."
+    assert signed_text("", thinking["signature"], TextBudget()) == "Hm, two."
 
 
 def test_a_text_of_nothing_ends_no_block() -> None:
@@ -185,7 +185,7 @@ def test_a_failure_in_a_stream_is_its_last_event() -> None:
 
 @pytest.mark.parametrize("begun", [[], [Started(0, 10, 0)], [Started(0, 10, 0), delta("x")]])
 def test_a_client_that_waits_gets_pings(begun: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "PING_S", 0.01)
+    monkeypatch.setattr(MessageReply, "keep_alive_s", 0.01)
     runtime = ScriptedRuntime([*begun, Pause()])
     with (
         live(Front(runtime)) as server,
@@ -200,5 +200,5 @@ def test_a_client_that_waits_gets_pings(begun: list[Step], monkeypatch: pytest.M
 
 
 def test_pings_do_not_disturb_the_order_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer, "PING_S", 0.0)
+    monkeypatch.setattr(MessageReply, "keep_alive_s", 0.0)
     assert streamed(*calling(("weather", PARIS), before=[delta("Hm.")]))["content"][1]["name"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.api.base.fields import MOST_ID_CHARACTERS
+from rekindle.api.base.fields import MAX_ID_CHARACTERS
 from tests.api.scripted import Front
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -43,7 +43,7 @@ def test_a_session_too_long_for_a_name_still_is_one(path: str, body: dict[str, A
     assert one is not None
     assert other is not None
     assert one != other
-    assert len(one) <= MOST_ID_CHARACTERS
+    assert len(one) <= MAX_ID_CHARACTERS
 
 
 @pytest.mark.parametrize(

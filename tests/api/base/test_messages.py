@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-from rekindle.api.base.fields import MOST_CHARACTERS
-from rekindle.api.base.messages import MOST_MESSAGES, MOST_PARTS, Message
+from rekindle.api.base.fields import MAX_CHARACTERS, MAX_ITEMS
+from rekindle.api.base.messages import Message
 from tests.api.scripted import Front, error
 
 USER = {"role": "user", "content": "hello"}
@@ -165,16 +165,16 @@ def test_an_empty_field_does_not_hide_the_reasoning_that_another_one_has() -> No
     assert message.rendered()["reasoning_content"] == "Hm."
 
 
-PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MOST_PARTS // 2)}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * (MAX_ITEMS // 2)}
 
 
 @pytest.mark.parametrize(
     ("messages", "sentence"),
     [
-        ([USER] * (MOST_MESSAGES + 1), f"takes at most {MOST_MESSAGES} items"),
+        ([USER] * (MAX_ITEMS + 1), f"takes at most {MAX_ITEMS} items"),
         ([PARTS, PARTS, {"role": "user", "content": [{"type": "text"}]}], "20001"),
-        ([{"role": "assistant", "tool_calls": [CALL] * (MOST_PARTS + 1)}], "tool calls"),
-        ([{"role": "user", "content": "x" * (MOST_CHARACTERS + 1)}], "characters of text"),
+        ([{"role": "assistant", "tool_calls": [CALL] * (MAX_ITEMS + 1)}], "tool calls"),
+        ([{"role": "user", "content": "x" * (MAX_CHARACTERS + 1)}], "characters of text"),
     ],
     ids=["messages", "parts", "calls", "text"],
 )
@@ -192,4 +192,4 @@ def test_too_much_is_refused_before_any_message_is_checked(
 
 
 def test_as_many_parts_as_may_be_are_taken() -> None:
-    assert len(seen(PARTS, PARTS)[0]["content"]) == MOST_PARTS // 2
+    assert len(seen(PARTS, PARTS)[0]["content"]) == MAX_ITEMS // 2

@@ -1,0 +1,265 @@
+"""Turns the events of a request's turns into one HTTP answer, whole or streamed, in any dialect.
+
+A dialect subclasses `Reply` and supplies the formatting. The order of events, disconnects, errors
+after the first byte and keep-alives are handled here.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from msgspec import structs
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.base.admin import refine_report
+from rekindle.api.base.turns import Turns, while_connected
+from rekindle.errors import ServerError
+from rekindle.http.middleware import received_s
+from rekindle.http.responses import EventStream, JsonResponse, SignOfLife, error_format
+from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Part, TokenLogprob
+from rekindle.protocol.requests import GenerateRequest
+from rekindle.worker.client import RuntimeClient
+
+log = logging.getLogger("rekindle.turn")
+
+IGNORED_TOOLS_HEADER = "x-ignored-tools"
+
+
+class Reply(ABC):
+    """The answer to one HTTP request, which runs one or several turns."""
+
+    stream_class: type[EventStream] = EventStream
+    keep_alive_s: float | None = None  # silence after which a stream sends `keep_alive`
+
+    def __init__(
+        self,
+        http: Request,
+        runtime: RuntimeClient,
+        requests: list[GenerateRequest],
+        *,
+        headers: Mapping[str, str] | None = None,
+        others: Sequence[RuntimeClient] = (),
+    ) -> None:
+        """`others` are the other models. One of them may have the state that the request names."""
+        self._http = http
+        self._runtime = runtime
+        self._requests = requests
+        self._headers = headers
+        self._others = others
+        self._finished: dict[int, Finished] = {}  # by the turn's index
+        self._turns: Turns | None = None
+        self._stream: EventStream | None = None
+
+    # -- formatting, supplied by the dialect ---------------------------------------------------
+
+    @abstractmethod
+    def add(self, index: int, part: Part) -> None:
+        """Collect a part of a reply that is sent whole."""
+
+    @abstractmethod
+    async def body(self) -> dict[str, Any]:
+        """The whole answer, once all turns have finished."""
+
+    def begin(self) -> bytes:
+        """The first bytes of a stream."""
+        return b""
+
+    @abstractmethod
+    def chunks(self, index: int, event: Event) -> list[bytes]:
+        """What a stream sends for one event. Runs for every token."""
+
+    async def end(self) -> bytes:
+        """The last bytes of a stream, once all turns have finished."""
+        return b""
+
+    def keep_alive(self) -> bytes:
+        return b""
+
+    def error_event(self, error: ServerError) -> bytes:
+        """How an error ends a stream after its first byte."""
+        return error_format(self._http.scope).event(error)
+
+    def is_streamed_error(self, error: ServerError) -> bool:
+        """Whether a stream reports this error as an event even before its first byte."""
+        return False
+
+    # -- running -------------------------------------------------------------------------------
+
+    @property
+    def finished(self) -> list[Finished]:
+        """The ends of the turns so far, in the order of the choices."""
+        return [self._finished[index] for index in sorted(self._finished)]
+
+    async def respond(self, *, stream: bool) -> Response:
+        """Start the turns and answer. They are closed however this ends."""
+        try:
+            self._turns = turns = Turns(
+                self._runtime, self._requests, received_s(self._http), self._write_delta
+            )
+            if stream:
+                return await self._start_stream(turns)
+            body = await while_connected(self._http, self._collect(turns))
+        except BaseException:
+            self.close()
+            raise
+        self.close()
+        return JsonResponse(body, headers=self._headers)
+
+    def close(self) -> None:
+        self._stream = None  # it refers to this method
+        if self._turns is not None:
+            self._turns.close()
+
+    async def _collect(self, turns: Turns) -> dict[str, Any]:
+        while turns.open:
+            for index, event in await turns.collect():
+                if isinstance(event, Delta):
+                    self.add(index, event.part)
+                else:
+                    self._record(index, event)
+        await self._refine_report()
+        return await self.body()
+
+    async def _start_stream(self, turns: Turns) -> EventStream:
+        try:
+            first = await while_connected(self._http, turns.first_events(self.keep_alive_s))
+            chunks = self._chunks(turns, first)
+        except ServerError as error:
+            if not self.is_streamed_error(error):
+                raise
+            chunks = self._refusal(error)
+        keep_alive = None
+        if self.keep_alive_s is not None:
+            keep_alive = SignOfLife(self.keep_alive_s, self.keep_alive)
+        self._stream = self.stream_class(
+            chunks, self.close, self._headers, self.error_event, keep_alive
+        )
+        return self._stream
+
+    async def _refusal(self, error: ServerError) -> AsyncGenerator[bytes, None]:
+        yield self.begin() + self.error_event(error)
+
+    async def _chunks(
+        self, turns: Turns, first: list[tuple[int, Event]]
+    ) -> AsyncGenerator[bytes, None]:
+        if begin := self.begin() or (b"" if first else self.keep_alive()):
+            yield begin
+        if not turns.is_abandoned and (chunks := self._joined(first)):
+            yield chunks
+        while turns.open:
+            if chunks := self._joined(await turns.collect()):
+                yield chunks
+        await self._refine_report()
+        if chunks := await self.end():
+            yield chunks
+
+    def _joined(self, events: list[tuple[int, Event]]) -> bytes:
+        """Format events as one chunk: a write costs as much as everything else about a token."""
+        chunks = []
+        for index, event in events:
+            self._record(index, event)
+            chunks += self.chunks(index, event)
+        return b"".join(chunks)
+
+    def _write_delta(self, index: int, delta: Delta) -> bool:
+        """Write a part as it arrives. Waking the stream's task would double the cost of a token."""
+        stream = self._stream
+        if stream is None or not stream.is_writable:
+            return False
+        try:
+            stream.write(b"".join(self.chunks(index, delta)))
+        except Exception:  # it must not reach the caller, who delivers the events of all turns
+            log.exception("unexpected error in a stream")
+            return False
+        return True
+
+    def _record(self, index: int, event: Event) -> None:
+        if isinstance(event, Finished):
+            self._finished[index] = event
+            log.info("%s", log_line(event))
+
+    async def _refine_report(self) -> None:
+        if self._finished:  # nothing has finished if another request cancelled the turns
+            await refine_report(self.finished, self._requests[0], self._others)
+
+
+def x_cache(turns: Sequence[Finished], choices: int = 1) -> dict[str, Any]:
+    """Report what was reused, and why not more.
+
+    Several prompts are added up. The reason is that of the first prompt that is not a full hit.
+    """
+    reports = [turn.cache for turn in turns[::choices]]
+    shown = next((report for report in reports if report.status != "hit"), reports[0])
+    status = _status(reports)
+    fields: dict[str, Any] = {
+        "hit": status != "miss",
+        "status": status,
+        "cache_key": shown.cache_key,
+        "reused_tokens": sum(report.reused_tokens for report in reports),
+        "new_cache_key": shown.new_cache_key,
+        "cached_tokens": sum(report.cached_tokens for report in reports),
+        "reason": shown.reason,
+        "tier": next((report.tier for report in reports if report.tier), None),
+        "kv_bits": min((report.kv_bits for report in reports if report.kv_bits), default=None),
+    }
+    if group_size := next((each.kv_group_size for each in reports if each.kv_group_size), None):
+        fields["kv_group_size"] = group_size
+    if shown.diverged_at is not None:
+        fields["diverged_at"] = structs.asdict(shown.diverged_at)
+    if normalised := dict.fromkeys(what for report in reports for what in report.normalised):
+        fields["normalised"] = list(normalised)
+    return fields
+
+
+def _status(reports: Sequence[CacheReport]) -> str:
+    kinds = {report.status for report in reports}
+    return kinds.pop() if len(kinds) == 1 else "partial_hit"
+
+
+def log_line(turn: Finished) -> str:
+    """Summarise what a turn reused, computed and generated."""
+    cache = turn.cache
+    source = f" from {cache.tier}" if cache.tier else ""
+    return (
+        f"{turn.prompt_tokens} prompt tokens: {cache.reused_tokens} reused{source} "
+        f"({cache.status}, {cache.reason}), the rest in {turn.prompt_eval_s:.2f} s; "
+        f"{turn.completion_tokens} generated ({turn.reason})"
+    )
+
+
+def finite(logprob: float) -> float:
+    """Replace minus infinity, which JSON does not have, as OpenAI does."""
+    return max(logprob, -9999.0)
+
+
+def token_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    """Each token with the best alternatives, as OpenAI's APIs show them."""
+    return [
+        {
+            **_token(token.piece, token.logprob),
+            "top_logprobs": [_token(piece, logprob) for piece, logprob in token.top],
+        }
+        for token in logprobs
+    ]
+
+
+def _token(piece: bytes, logprob: float) -> dict[str, Any]:
+    return {
+        "token": piece.decode(errors="replace"),
+        "logprob": finite(logprob),
+        "bytes": list(piece),
+    }
+
+
+def ignored_headers(ignored: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Headers that name what the server ignored in the request: at most 16 names in each."""
+    return {
+        header: ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:128]) for name in names[:16])
+        for header, names in ignored.items()
+        if names
+    }

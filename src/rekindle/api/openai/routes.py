@@ -1,0 +1,94 @@
+"""Serves /v1/chat/completions, /v1/completions, /v1/models and /health."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rekindle.api.base.images import render_chat
+from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.request import RequestBuilder
+from rekindle.api.openai.reply import ChatReply, TextReply
+from rekindle.api.openai.request import chat_requests, completion_requests
+from rekindle.api.openai.schema import ChatRequest, CompletionRequest
+from rekindle.errors import Unsupported
+from rekindle.http.body import JsonRoute, run_off_loop
+from rekindle.http.responses import MAY_STREAM, RETRY_SOON, JsonResponse
+from rekindle.worker.client import RuntimeClient
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/chat/completions", responses=MAY_STREAM, tags=["chat"])
+async def create_chat_completion(
+    body: ChatRequest, request: Request, number: ModelNumber = None
+) -> Response:
+    """Answer a conversation. State that was computed for an equal prefix is reused."""
+    models = models_of(request)
+    runtime = models.runtime(body.model, number)
+    chat = await render_chat(request, runtime, body.messages, body.resize)
+    builder = RequestBuilder.of(request)
+    requests = await run_off_loop(request, chat_requests, body, builder, chat)
+    reply = ChatReply(request, runtime, requests, body, others=models.others(runtime))
+    return await reply.respond(stream=bool(body.stream))
+
+
+@router.post("/v1/completions", responses=MAY_STREAM, tags=["completions"])
+async def create_completion(
+    body: CompletionRequest, request: Request, number: ModelNumber = None
+) -> Response:
+    """Continue a text, or each of a list of texts."""
+    if body.echo:
+        raise Unsupported("echoing the prompt is not supported: remove `echo`", param="echo")
+    models = models_of(request)
+    runtime = models.runtime(body.model, number)
+    builder = RequestBuilder.of(request)
+    requests = await run_off_loop(request, completion_requests, body, builder)
+    reply = TextReply(request, runtime, requests, body, others=models.others(runtime))
+    return await reply.respond(stream=bool(body.stream))
+
+
+@router.get("/v1/models", tags=["models"])
+async def list_models(request: Request) -> Response:
+    """List the models that this server answers with."""
+    models = models_of(request)
+    listed = [_model(runtime, models.started_at) for runtime in models.all]
+    return JsonResponse({"object": "list", "data": listed})
+
+
+@router.get("/v1/models/{model:path}", tags=["models"])
+async def retrieve_model(model: str, request: Request) -> Response:
+    """Show one model."""
+    if not model:  # the list's path with a slash at the end
+        return await list_models(request)
+    models = models_of(request)
+    return JsonResponse(_model(models.any(model), models.started_at))
+
+
+@router.get("/health", tags=["models"])
+async def health(request: Request) -> Response:
+    """Answer 200 if all models answer. Otherwise answer 503 with the reason: a model is loading,
+    gone or stuck, or the server is stopping."""
+    problem = models_of(request).problem
+    if problem is None:
+        return JsonResponse({"status": "ok"})
+    body = {"status": "unavailable", "reason": problem}
+    return JsonResponse(body, status_code=503, headers=RETRY_SOON)
+
+
+def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
+    ready = runtime.ready
+    is_embedder = ready is not None and ready.dimensions and not ready.ranks
+    return {
+        "id": runtime.name,
+        "object": "model",
+        "created": created_at,
+        "owned_by": "rekindle",
+        "modalities": list(ready.modalities) if ready else None,
+        "max_model_len": ready.context_tokens if ready else None,
+        "meta": {"n_ctx": ready.context_tokens, "n_vocab": ready.vocabulary} if ready else None,
+        **({"dimensions": ready.dimensions} if ready and is_embedder else {}),
+    }
