@@ -7,7 +7,7 @@ long again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
@@ -68,16 +68,22 @@ async def fitted(
     cuts = await run_off_loop_if_large(
         request, size_bytes, _cuts, conversation.items, step=max(limit // 2, 1)
     )
+    if not cuts:
+        return conversation
+    begin = await _first(cuts, fits)
+    return await run_off_loop_if_large(request, size_bytes, conversation.cut, begin)
+
+
+async def _first(cuts: Sequence[int], fits: Callable[[int], Awaitable[bool]]) -> int:
+    """Find the first cut after which the conversation fits, or the last cut, by bisection."""
     least, most = 0, len(cuts) - 1
-    while least < most:  # find the first cut after which it fits
+    while least < most:
         middle = (least + most) // 2
         if await fits(cuts[middle]):
             most = middle
         else:
             least = middle + 1
-    if not cuts:
-        return conversation
-    return await run_off_loop_if_large(request, size_bytes, conversation.cut, cuts[least])
+    return cuts[least]
 
 
 def _cuts(items: Sequence[Any], *, step: int) -> list[int]:
