@@ -51,6 +51,10 @@ class IndexDamaged(RekindleError):
     """The index on disk is damaged or foreign. It is rebuilt from the block files."""
 
 
+class IndexOutdated(IndexDamaged):
+    """The index on disk was written by an older version of the server."""
+
+
 class ServerError(RekindleError):
     """An error that is sent to a client as OpenAI's error object."""
 

@@ -10,6 +10,8 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
+Buffer = bytes | bytearray | memoryview
+
 
 @dataclass(frozen=True, slots=True)
 class _ControlFiles:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rekindle.kvcache import block as blocks
 from rekindle.kvcache import store, tree
 from rekindle.kvcache import store as conversations
-from rekindle.kvcache.block import Block
+from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.tree import Tree
 from rekindle.tokens import Tokens
 
@@ -73,7 +73,7 @@ class PathTree:
             if path not in self.blocks:
                 above = self.blocks.get(parent_of(path, self.block_tokens))
                 tokens_of = Tokens.of(last_block(path, self.block_tokens))
-                block = self.tree.add(ROOT, above, tokens_of, 1, exact=exact(path))
+                block = self.tree.add(ROOT, above, tokens_of, BlockKind(1, exact=exact(path)))
                 self.blocks[path] = block
 
     def leaves(self) -> list[Ids]:

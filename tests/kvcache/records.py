@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rekindle.kvcache.block import chain_key, namespace
 from rekindle.kvcache.codec import Record, record_bytes
-from rekindle.kvcache.disk.index_db import BlockRow, EntryRow
+from rekindle.kvcache.disk.entry_table import BlockRow, EntryRow
 from rekindle.tokens import Tokens, pack
 
 ROOT = namespace(b"model", b"tenant", 4)

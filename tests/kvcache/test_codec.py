@@ -19,10 +19,10 @@ from rekindle.kvcache.codec import (
     HEADER_BYTES,
     MAC_BYTES,
     MAGIC,
-    MOST_TOKENS,
-    STRIPED_BYTES,
-    Header,
+    MAX_TOKENS,
+    MIN_STRIPED_BYTES,
     Record,
+    RecordHeader,
     parse_header,
     record_bytes,
     seal,
@@ -110,7 +110,7 @@ def test_verifying_does_not_copy_the_state() -> None:
 
 
 def test_a_header_can_be_read_before_the_rest() -> None:
-    assert parse_header(seal(RECORD, SECRET)[0]) == Header(
+    assert parse_header(seal(RECORD, SECRET)[0]) == RecordHeader(
         MAGIC,
         len(RECORD.blob),
         RECORD.parent,
@@ -121,7 +121,7 @@ def test_a_header_can_be_read_before_the_rest() -> None:
     )
 
 
-@pytest.mark.parametrize("packed", [b"abc", bytes(4 * (MOST_TOKENS + 1))])
+@pytest.mark.parametrize("packed", [b"abc", bytes(4 * (MAX_TOKENS + 1))])
 def test_what_no_reader_would_take_is_not_sealed(packed: bytes) -> None:
     with pytest.raises(ValueError, match="tokens"):
         seal(Record(RECORD.namespace, RECORD.parent, Tokens(packed), b"", exact=False), SECRET)
@@ -203,7 +203,7 @@ def test_a_header_that_lies_about_sizes_is_refused_though_it_is_sealed(
     refuse(sealed(struct.pack(">4sQ32s32s?I", *fields) + bytes(16)))
 
 
-@pytest.mark.parametrize(("origin", "tokens"), [(4, 1), (255, 1), (0, MOST_TOKENS + 1)])
+@pytest.mark.parametrize(("origin", "tokens"), [(4, 1), (255, 1), (0, MAX_TOKENS + 1)])
 def test_a_header_that_makes_no_sense_is_refused_before_anything_is_allocated(
     origin: int, tokens: int
 ) -> None:
@@ -252,7 +252,7 @@ def test_a_record_is_written_as_every_version_before_wrote_it() -> None:
 
 
 def test_a_large_record_is_written_in_stripes_as_it_will_be_for_good() -> None:
-    state = bytes(range(256)) * (STRIPED_BYTES // 256) + b"end"
+    state = bytes(range(256)) * (MIN_STRIPED_BYTES // 256) + b"end"
     record = replace(RECORD, blob=state)
     header, packed, blob, mac = seal(record, SECRET)
     assert parse_header(header).is_striped
@@ -272,6 +272,6 @@ def test_a_record_is_sealed_alike_however_many_cores_do_it(
         b"n" * 32, b"p" * 32, Tokens.of([1, 2, 3]), bytes(range(256)) * 8192, exact=True
     )
     alone = seal(record, SECRET)
-    monkeypatch.setattr(codec, "SHARED_BYTES", 1)
+    monkeypatch.setattr(codec, "PARALLEL_HASH_BYTES", 1)
     together = seal(record, SECRET)
     assert [bytes(part) for part in alone] == [bytes(part) for part in together]

@@ -78,7 +78,7 @@ class Shelf:
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
     """Of blocks that are large: each has many stripes, and windows hold one of them."""
     monkeypatch.setattr(codec, "STRIPE_BYTES", 64)
-    monkeypatch.setattr(codec, "STRIPED_BYTES", 1024)
+    monkeypatch.setattr(codec, "MIN_STRIPED_BYTES", 1024)
     monkeypatch.setattr(fetches, "WINDOW_BYTES", len(STATE) // 2)
     monkeypatch.setattr("rekindle.kvcache.tiers.disk.READER_BYTES", 256)
     made = Shelf(tmp_path, LIMIT_BLOCKS * len(STATE))

@@ -119,7 +119,7 @@ def full_store(least_chance: float, write_back: WriteBack) -> tuple[Store, Memor
     hits, lives = [[25.6] * AGES] * CLASSES, [[256.0] * AGES] * CLASSES
     ram.budget.estimator.load([hits, lives])
     lower = MemoryTier(1 << 30, lambda _event: None)
-    store = Store(block_tokens=1, tiers=[ram, lower], least_chance=least_chance)
+    store = Store(block_tokens=1, tiers=[ram, lower], min_reuse_probability=least_chance)
     for token in range(10):
         extend(store, NAMESPACE, range(token, token + 1), write_back)
     return store, lower
@@ -151,7 +151,7 @@ def test_a_stop_writes_what_is_unlikely_too() -> None:
 def test_what_nothing_is_known_of_is_written() -> None:
     ram = RamTier(4 * cost_bytes(Tokens.of([0]), 1))
     lower = MemoryTier(1 << 30, lambda _event: None)
-    store = Store(block_tokens=1, tiers=[ram, lower], least_chance=1.0)
+    store = Store(block_tokens=1, tiers=[ram, lower], min_reuse_probability=1.0)
     for token in range(10):
         extend(store, NAMESPACE, range(token, token + 1), WriteBack.LATE)
     assert sum(lower.holds(block) for block in store) == 6

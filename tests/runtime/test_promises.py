@@ -8,7 +8,7 @@ from rekindle.chat.prompt import Prompt
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.entries.entries import Draft, Entries
 from rekindle.kvcache.entries.entry import Clock
-from rekindle.kvcache.entries.index import MOST_NAMES
+from rekindle.kvcache.entries.index import MAX_NAMES
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import DeleteEntry, IndexPrompt
@@ -128,7 +128,7 @@ def entries(limit_bytes: int) -> Entries:
 
 def test_an_entry_keeps_only_its_newest_names() -> None:
     known = entries(1 << 20)
-    for number in range(3 * MOST_NAMES):
+    for number in range(3 * MAX_NAMES):
         known.remember(
             Draft(
                 namespace=ROOT,
@@ -138,8 +138,8 @@ def test_an_entry_keeps_only_its_newest_names() -> None:
             )
         )
     [entry] = known.of(None)
-    assert len(entry.names) == MOST_NAMES
-    assert known.by_name(ROOT, ("session_id", str(3 * MOST_NAMES - 1))) is entry
+    assert len(entry.names) == MAX_NAMES
+    assert known.by_name(ROOT, ("session_id", str(3 * MAX_NAMES - 1))) is entry
     assert known.by_name(ROOT, ("session_id", "0")) is None
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rekindle.kvcache.block import Block, chain
+from rekindle.kvcache.disk.entry_table import Change, DropEntry
 from rekindle.kvcache.disk.files import Calls
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.disk.index_db import Change, DropEntry
-from rekindle.kvcache.tiers.base import Blob
 from rekindle.kvcache.tiers.disk import DiskTier
+from rekindle.memory import Buffer
 from tests.stress.trouble import block_files_with
 from tests.support.harness import RuntimeHarness
 
@@ -114,7 +114,7 @@ class WitnessedTier(DiskTier):
 
     diary: Diary
 
-    def put(self, block: Block, blob: Blob) -> None:
+    def put(self, block: Block, blob: Buffer) -> None:
         self.diary.write(putting=block.key.hex())
         super().put(block, blob)
 

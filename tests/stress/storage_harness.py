@@ -8,13 +8,13 @@ from queue import SimpleQueue
 from typing import Any
 
 from rekindle.kvcache.disk.files import Calls
-from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import GetStats, Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.storage.opening import choose_budgets, open_storage
+from rekindle.runtime.storage.storage import StorageEvent
 from tests.stress.trouble import block_files_with
 from tests.support.fake import FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
@@ -33,8 +33,9 @@ class StorageHarness(RuntimeHarness):
 
     def __init__(self, engine: FakeEngine, order: LoadModel, calls: Calls | None = None) -> None:
         self.engine = engine
+        self._is_undisturbed = lambda: False
         self.capabilities = engine.capabilities
-        self._events: SimpleQueue[TierEvent] = SimpleQueue()
+        self._events: SimpleQueue[StorageEvent] = SimpleQueue()
         self.log_lines: list[LogLine] = []
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
@@ -44,6 +45,7 @@ class StorageHarness(RuntimeHarness):
             self.capabilities,
             self._events.put,
             self.log_lines.append,
+            on_remove=lambda entry: self.runtime.forget(entry),
         )
         self.take_storage(storage, idle_tokens=0)
         self.settle()

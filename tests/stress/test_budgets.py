@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.protocol.requests import Names, Prepare
-from rekindle.runtime.storage.storage import LEAST_ENTRIES_DISK_BYTES, LEAST_QUEUE_BYTES
+from rekindle.runtime.storage.storage import MIN_ENTRIES_DISK_BYTES, MIN_QUEUE_BYTES
 from tests.stress.storage_harness import StorageHarness, load
 from tests.support.fake import FakeEngine
 from tests.support.rounds import rounds
@@ -16,8 +16,8 @@ MB = 1 << 20
 PROMPTS = rounds(2_000, 10_000)
 LOOK_EVERY = 500
 DISK_BYTES = 6 * MB
-RAM_BYTES = LEAST_QUEUE_BYTES + MB
-ENTRIES_BYTES = LEAST_ENTRIES_DISK_BYTES  # the default share of such a small disk would be less
+RAM_BYTES = MIN_QUEUE_BYTES + MB
+ENTRIES_BYTES = MIN_ENTRIES_DISK_BYTES  # the default share of such a small disk would be less
 ALICE, BOB = b"alice", b"bob"
 PROMISED = list(range(300, 341))
 CONVERSATION = list(range(400, 431))

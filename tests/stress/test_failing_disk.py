@@ -13,7 +13,7 @@ import pytest
 
 from rekindle.protocol.admin import EntryInfo, ShowEntry
 from rekindle.protocol.requests import Names
-from rekindle.runtime.storage.storage import LEAST_QUEUE_BYTES
+from rekindle.runtime.storage.storage import MIN_QUEUE_BYTES
 from tests.stress.storage_harness import StorageHarness, load
 from tests.stress.trouble import Trouble
 from tests.support.fake import FakeEngine
@@ -114,7 +114,7 @@ def test_a_disk_counts_as_healthy_only_after_a_write(tmp_path: Path) -> None:
     """A successful read or a minute of waiting proves nothing."""
     trouble = Trouble(("writev",))
     harness = StorageHarness(
-        FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 12_000), trouble.calls()
+        FakeEngine(), load(tmp_path / "kv", ram_cache=MIN_QUEUE_BYTES + 12_000), trouble.calls()
     )
     harness.ask(range(100, 120))
     harness.flush()
@@ -141,7 +141,7 @@ def test_blocks_waiting_to_be_written_are_lost_without_further_damage(
     """
     trouble = Trouble(("open",))
     harness = StorageHarness(
-        FakeEngine(), load(tmp_path / "kv", ram_cache=LEAST_QUEUE_BYTES + 24_000), trouble.calls()
+        FakeEngine(), load(tmp_path / "kv", ram_cache=MIN_QUEUE_BYTES + 24_000), trouble.calls()
     )
     trouble.gate.clear()
     talks = [[seed, *range(100, 130)] for seed in range(4)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.kvcache.tiers.disk import LEAST_INDEX_BYTES
+from rekindle.kvcache.tiers.disk import MIN_INDEX_BYTES
 from tests.stress.aftermath import PLENTY_BYTES, index_agrees_with_files, promises_are_kept
 from tests.stress.diary import Diary, Promises
 from tests.stress.writer import Order, writing
@@ -18,7 +18,7 @@ from tests.support.rounds import rounds
 
 ROUNDS = rounds(18, 54)
 FIRST_CALLS = range(1, 19)  # the system calls of the first blocks
-SMALL_BYTES = LEAST_INDEX_BYTES + (1 << 20)  # a few hundred blocks
+SMALL_BYTES = MIN_INDEX_BYTES + (1 << 20)  # a few hundred blocks
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from rekindle.kvcache.block import chain_key
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.disk.folder import model_folders, open_block_files, open_folder
 from rekindle.kvcache.disk.secret import read_secret
-from rekindle.kvcache.tiers.disk import LEAST_INDEX_BYTES
+from rekindle.kvcache.tiers.disk import MIN_INDEX_BYTES
 from rekindle.protocol.admin import EntryInfo, PinEntry
 from rekindle.protocol.requests import Names
 from tests.stress.aftermath import (
@@ -33,7 +33,7 @@ from tests.support.server import running
 from tests.support.tiny import write_llama
 
 WRITING_S = float(rounds(3, 30))
-SMALL_BYTES = LEAST_INDEX_BYTES + (1 << 20)  # a few hundred blocks
+SMALL_BYTES = MIN_INDEX_BYTES + (1 << 20)  # a few hundred blocks
 
 
 def open_harness(folder: Path) -> StorageHarness:

@@ -18,9 +18,9 @@ from rekindle.engine.base import Engine
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.image_files import PictureFiles
 from rekindle.kvcache.entries.entries import Entries
-from rekindle.kvcache.entries.entry import Clock
+from rekindle.kvcache.entries.entry import Clock, Entry
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.base import Tier, TierEvent
+from rekindle.kvcache.tiers.base import Tier
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import AdminOp, AdminRequest, AdminResult
@@ -47,7 +47,7 @@ from rekindle.runtime.encode.request import (
     Stopwatch,
 )
 from rekindle.runtime.schedule.turn import Turn
-from rekindle.runtime.storage.storage import Storage
+from rekindle.runtime.storage.storage import Storage, StorageEvent, reads_line
 from rekindle.tokens import Tokens
 from tests.support.memory_tier import MemoryTier
 
@@ -129,12 +129,12 @@ class RuntimeHarness:
         """`folder` is the disk tier's, and `shelf` holds the blocks of a slow tier in memory."""
         self.engine = engine
         self.capabilities = engine.capabilities
-        self._events: SimpleQueue[TierEvent] = SimpleQueue()
+        self._events: SimpleQueue[StorageEvent] = SimpleQueue()
         self.log_lines: list[LogLine] = []
         self.replies: dict[int, Reply] = {}
         self._ids = itertools.count(1)
-        self.pictures = EncodedPictures(pictures_bytes)
-        self.pictures.open_files = partial(PictureFiles, secret=b"", on_read=self._events.put)
+        open_files = partial(PictureFiles, secret=b"", on_read=self._events.put)
+        self.pictures = EncodedPictures(pictures_bytes, open_files=open_files)
         self.memory = None if shelf is None else MemoryTier(1 << 30, self._events.put, shelf=shelf)
         storage = self._storage(
             RuntimeSettings(**{"parallel": 4, **settings}),
@@ -178,10 +178,13 @@ class RuntimeHarness:
         tiers: list[Tier] = [RamTier(ram_bytes)]
         tiers += [tier for tier in (disk, self.memory) if tier is not None]
         store = Store(
-            block_tokens=self.capabilities.block_tokens, tiers=tiers, fetch_bytes=fetch_bytes
+            block_tokens=self.capabilities.block_tokens,
+            tiers=tiers,
+            fetch_bytes=fetch_bytes,
+            on_stall=lambda tier, answers: self.log_lines.append(reads_line(tier, answers)),
         )
         clock = clock or Clock()
-        entries = Entries(store, clock, disk.journal if disk else None)
+        entries = Entries(store, clock, disk.journal if disk else None, on_remove=self._forget)
         return Storage(
             settings,
             store,
@@ -192,6 +195,9 @@ class RuntimeHarness:
             log=self.log_lines.append,
             pictures=self.pictures,
         )
+
+    def _forget(self, entry: Entry) -> None:
+        self.runtime.forget(entry)
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
         fingerprint = self.capabilities.kv_layout.fingerprint

@@ -12,7 +12,6 @@ from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block, BlockKind, chain_key
 from rekindle.kvcache.codec import HEADER_BYTES, MAC_BYTES, Record, parse_header, seal, verify
 from rekindle.kvcache.tiers.base import (
-    Blob,
     Fetch,
     Fetched,
     Flushed,
@@ -24,6 +23,7 @@ from rekindle.kvcache.tiers.base import (
     Written,
 )
 from rekindle.kvcache.tiers.disk import WriteBehindTier
+from rekindle.memory import Buffer
 from rekindle.tokens import Tokens
 
 OVERHEAD_BYTES = 200
@@ -56,7 +56,7 @@ class MemoryTier(WriteBehindTier):
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         return len(tokens.packed) + state_bytes + OVERHEAD_BYTES
 
-    def put(self, block: Block, blob: Blob) -> None:
+    def put(self, block: Block, blob: Buffer) -> None:
         assert block.parent is not None
         assert block.parent.is_root or self.holds(block.parent), "parents are put first"
         super().put(block, blob)

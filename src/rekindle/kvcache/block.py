@@ -1,8 +1,6 @@
-"""Blocks: their keys, the copies that tiers hold of them, and the conversations that end in them.
+"""Defines blocks: their chain keys, their copies in tiers, and the conversations that end in them.
 
-A key is a hash over everything up to the end of its block; the chain begins in a namespace. A block
-knows the conversations that end in it and a conversation the block it ends in, so both are in this
-file.
+A chain key is a hash over everything up to the end of its block. A chain begins in a namespace.
 """
 
 from __future__ import annotations
@@ -22,15 +20,15 @@ KEY_BYTES = 32
 
 
 def namespace(fingerprint: bytes, salt: bytes, block_tokens: int, secret: bytes = b"") -> bytes:
-    """The parent of every chain whose states may stand in for each other. Without the server's
-    secret nobody can tell whose it is."""
+    """The root of all chains whose states are interchangeable. Without the server's secret nobody
+    can tell which tenant it belongs to."""
     parts = (b"namespace", secret, fingerprint, salt, block_tokens.to_bytes(4, "big"))
     return blake3(b"".join(map(_framed, parts))).digest()
 
 
 def kv_namespace(tenant: bytes, fingerprint: bytes, start_tokens: int) -> bytes:
-    """Where a tenant's state of another precision lies: with the start of quantisation, before
-    which it was computed in other cells, it is another state."""
+    """The namespace of a tenant's state with another KV type. States whose quantisation starts at
+    different tokens are different."""
     parts = (b"kv namespace 1", tenant, fingerprint, start_tokens.to_bytes(8, "big"))
     return blake3(b"".join(map(_framed, parts))).digest()
 
@@ -41,13 +39,13 @@ def chain_key(parent: bytes, tokens: Tokens) -> bytes:
 
 
 def packed_chain_key(parent: bytes, packed: bytes) -> bytes:
-    """The same of packed tokens. Framed as below, written out: this is called for every block."""
+    """The same with packed tokens. `_framed` is written out here because this runs per block."""
     sizes = len(parent).to_bytes(8, "big"), len(packed).to_bytes(8, "big")
     return blake3(b"".join((_BLOCK, sizes[0], parent, sizes[1], packed))).digest()
 
 
 def _framed(part: bytes) -> bytes:
-    """With its length before it: ("ab", "c") and ("a", "bc") never meet."""
+    """Puts the length in front, so that ("ab", "c") and ("a", "bc") differ."""
     return len(part).to_bytes(8, "big") + part
 
 
@@ -57,20 +55,20 @@ _BLOCK = _framed(b"block")
 class WriteBack(IntEnum):
     """When a block is written to the tiers below the first."""
 
-    NEVER = 0  # it stays in memory only
-    LATE = 1  # when memory runs out, or the server stops
-    SOON = 2  # behind the turn that computed it
+    NEVER = 0  # the block stays in memory
+    LATE = 1  # when memory runs out or the server stops
+    SOON = 2  # right after the turn that computed it
 
 
 class BlockKind(NamedTuple):
-    """What a block's state is; the better is the larger."""
+    """Size and quality of a block's state. A checkpoint comes after the cells."""
 
     size_bytes: int
     exact: bool
-    resumable: bool
+    resumable: bool = False
 
     def weaker(self, other: BlockKind) -> BlockKind:
-        """What both can serve: a checkpoint comes after the cells and can be left off."""
+        """The kind that both can serve. A checkpoint can be cut off."""
         return BlockKind(
             min(self.size_bytes, other.size_bytes),
             self.exact and other.exact,
@@ -80,16 +78,19 @@ class BlockKind(NamedTuple):
 
 @dataclass(slots=True)
 class Copy:
-    """What one tier holds of a block."""
+    """A tier's copy of a block."""
 
-    size_bytes: int  # of the tier's budget, from the moment it was handed over
-    persistent: bool  # it outlives the process
-    written: BlockKind | None  # what is there for certain; None: still on its way
+    size_bytes: int  # of the tier's budget, counted from `put`
+    persistent: bool  # it survives the process
+    written: BlockKind | None  # the kind that is stored; None while the first write is pending
 
 
 class Block:
-    """A node of the tree. `exact` says it was computed in canonical prefill steps, `resumable` that
-    it holds a checkpoint of its end, too. Every copy can serve what the block says it is."""
+    """A node of the tree. Every copy can serve the block's kind.
+
+    `exact` means that it was computed in canonical prefill steps. `resumable` means that it has a
+    checkpoint of its end.
+    """
 
     __slots__ = (
         "children",
@@ -113,10 +114,7 @@ class Block:
         key: bytes,
         parent: Block | None,
         tokens: Tokens,
-        size_bytes: int,
-        *,
-        exact: bool,
-        resumable: bool = False,
+        kind: BlockKind,
         tenant: bytes | None = None,
     ) -> None:
         self.key = key
@@ -124,14 +122,12 @@ class Block:
         self.namespace: bytes = parent.namespace if parent else key
         self.tenant: bytes = parent.tenant if parent else tenant or key
         self.tokens = tokens
-        self.size_bytes = size_bytes  # of its state
-        self.exact = exact
-        self.resumable = resumable
+        self.size_bytes, self.exact, self.resumable = kind
         self.copies: dict[str, Copy] = {}  # by the tier's name
         self.write_back = WriteBack.NEVER
-        self.handles = NO_HANDLES  # conversations whose state ends here
+        self.handles = NO_HANDLES  # conversations that end here
         self.start: int = parent.start + len(parent.tokens) if parent else 0
-        self.children: dict[bytes, Block] = {}  # by their tokens: no key can mistake them
+        self.children: dict[bytes, Block] = {}  # by packed tokens, which cannot collide
         self.order: list[bytes] = []  # the children's packed tokens, sorted
 
     @property
@@ -148,12 +144,12 @@ class Block:
 
     @property
     def is_persistent(self) -> bool:
-        """Whether a tier that outlives the process has it, or will have it when it is written."""
+        """Whether a persistent tier has a copy, or will have one when it is written."""
         return any(copy.persistent for copy in self.copies.values())
 
     @property
     def stored(self) -> bool:
-        """Whether it would outlive the process if that ended now."""
+        """Whether it would survive a crash now."""
         return any(copy.persistent and copy.written for copy in self.copies.values())
 
     @property
@@ -165,15 +161,14 @@ class Block:
         return any(handle.pinned for handle in self.handles)
 
     def holds(self, parent: bytes, tokens: Tokens) -> bool:
-        """Whether it is the block of these tokens: an equal key is a hint, tokens decide."""
+        """Whether it is the block of these tokens. An equal key is only a hint."""
         return self.tokens == tokens and self.parent is not None and self.parent.key == parent
 
 
 class PrefixHandle:
-    """The end of a conversation: all its tokens, and the last block that holds state of it.
+    """The end of a conversation: its tokens, and the last block that holds state of it.
 
-    A tenant is known by the namespace of its usual state; state of another precision lies in a
-    namespace of its own.
+    A tenant is identified by its default namespace. State of another KV type has its own.
     """
 
     __slots__ = ("block", "namespace", "pinned", "serial", "state_bytes", "tenant", "tokens")
@@ -188,13 +183,15 @@ class PrefixHandle:
         self.tokens = tokens
         self.pinned = pinned
         self.block: Block | None = None
-        self.state_bytes = 0  # of all blocks up to that one, whoever else shares them
+        self.state_bytes = 0  # of all blocks up to that one, including shared ones
         self.serial = next(self._serials)
 
 
 class Handles:
-    """Sorted by the tokens that follow: a busy root may have thousands, and a new block under it
-    concerns a few."""
+    """The conversations that end in one block, sorted by their next tokens.
+
+    A busy root may have thousands, and a new block under it concerns a few.
+    """
 
     __slots__ = ("_handles", "_order")
 
@@ -209,7 +206,7 @@ class Handles:
         return iter([handle for handle, _ in self._handles.values()])
 
     def add(self, handle: PrefixHandle, rest: bytes) -> None:
-        """`rest` are its next tokens, packed, a block's worth at most."""
+        """`rest` are its next tokens after the block, packed, at most one block of them."""
         self._handles[handle.serial] = (handle, rest)
         insort(self._order, (rest, handle.serial))
 
@@ -218,8 +215,7 @@ class Handles:
         self._order.pop(bisect_left(self._order, (rest, handle.serial)))
 
     def along(self, tokens: Tokens) -> list[PrefixHandle]:
-        """Those that would go through a child with these tokens: it holds all of their next ones,
-        or is a tail that these begin with."""
+        """The conversations that continue through a child with these tokens."""
         if not self._handles:
             return []
         packed = tokens.packed
@@ -241,19 +237,18 @@ class Handles:
             at += 1
 
 
-NO_HANDLES = Handles()  # of nearly every block; never added to
+NO_HANDLES = Handles()  # shared by nearly all blocks, and never changed
 
 
 def chain(block: Block | None) -> Iterator[Block]:
-    """This block and those above it, the root left out."""
+    """This block and its ancestors, without the root."""
     while block is not None and block.parent is not None:
         yield block
         block = block.parent
 
 
-def more_bytes(block: Block | None, other: Block | None) -> int:
-    """How much more the chain up to a block takes than that up to another; what they share is not
-    walked."""
+def size_difference(block: Block | None, other: Block | None) -> int:
+    """Bytes of the chain up to `block` minus those up to `other`. Shared ancestors are skipped."""
     more = 0
     while block is not other:
         if block is not None and (other is None or block.stop >= other.stop):
@@ -265,9 +260,9 @@ def more_bytes(block: Block | None, other: Block | None) -> int:
     return more
 
 
-def below(block: Block) -> list[Block]:
-    """This block and all under it, children first."""
+def subtree(block: Block) -> list[Block]:
+    """This block and its descendants, children first."""
     found = [block]
-    for parent in found:  # grows as it is walked: parents first
+    for parent in found:  # the list grows while it is walked
         found.extend(parent.children.values())
     return found[::-1]

@@ -1,10 +1,9 @@
-"""A block as one record of bytes that proves itself, for the tiers outside our own memory.
+"""Encodes a block as an authenticated record of bytes, and verifies it, for tiers outside RAM.
 
-Layout: magic, payload length, parent key, namespace, kind, token count, tokens, state; then a
-keyed BLAKE3 over all of it, where a large state is represented by the keyed BLAKE3s of its stripes:
-several threads can each verify what they have just read. Nothing is believed before the whole
-record has been verified: a header is read before that only to know how much there is to verify, or
-what a lost index may have held.
+Layout: magic, payload length, parent key, namespace, kind, token count, tokens, state, MAC. The MAC
+is a keyed BLAKE3 over everything before it. A large state is represented in it by the keyed BLAKE3s
+of its stripes, so several threads can verify the stripes that they read. A header is used before
+verification only to know how much to read, or to rebuild a lost index.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ from blake3 import blake3
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import KEY_BYTES
+from rekindle.memory import Buffer
 from rekindle.tokens import TOKEN_BYTES, Tokens
 
-Buffer = bytes | bytearray | memoryview
-
 MAGIC = b"RKB1"
-STRIPED_MAGIC = b"RKB2"  # its state is hashed in stripes
-STRIPED_BYTES = 16 << 20  # of state: from here on it is written so; below, a core does all of it
+STRIPED_MAGIC = b"RKB2"  # the state is hashed in stripes
+MIN_STRIPED_BYTES = 16 << 20  # a smaller state is written in one piece
 STRIPE_BYTES = 4 << 20  # part of the format
 MAC_BYTES = 32
-SHARED_BYTES = 64 << 20  # a record that is not in stripes is hashed by all cores from here on
-MOST_TOKENS = 1 << 20  # of a block: whoever believes a header allocates no more than 4 MiB for them
+PARALLEL_HASH_BYTES = 64 << 20  # larger records without stripes are hashed on all cores
+MAX_TOKENS = 1 << 20  # of a block; limits what a forged header can allocate to 4 MiB
 _HEADER = struct.Struct(f">4sQ{KEY_BYTES}s{KEY_BYTES}sBI")
 HEADER_BYTES = _HEADER.size
 _CONTEXT = "rekindle cache block record 1"
@@ -37,7 +35,7 @@ _STRIPE_CONTEXT = "rekindle cache block stripe 1"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A block with everything needed to find its place again."""
+    """A block with its place in the tree."""
 
     namespace: bytes
     parent: bytes
@@ -48,8 +46,8 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """What a record says of itself; no more than a claim until the record is verified."""
+class RecordHeader:
+    """The header of a record. It is not trusted until the record is verified."""
 
     magic: bytes
     blob_bytes: int
@@ -77,39 +75,41 @@ def record_bytes(packed_bytes: int, blob_bytes: int) -> int:
 
 
 def seal(record: Record, secret: bytes) -> tuple[Buffer, ...]:
-    """The record's parts, to be written one after the other; the state is not copied."""
+    """The parts of the record in the order to write them. The state is not copied."""
     packed = record.tokens.packed
     tokens, rest = divmod(len(packed), TOKEN_BYTES)
-    if rest or tokens > MOST_TOKENS:
+    if rest or tokens > MAX_TOKENS:
         raise ValueError("these are not the tokens of one block")
     kind, blob = record.exact | record.resumable << 1, record.blob
-    magic = STRIPED_MAGIC if len(blob) >= STRIPED_BYTES else MAGIC
+    magic = STRIPED_MAGIC if len(blob) >= MIN_STRIPED_BYTES else MAGIC
     header = _HEADER.pack(magic, len(blob), record.parent, record.namespace, kind, tokens)
     state = _stripe_digests(blob, secret) if magic == STRIPED_MAGIC else (blob,)
     return header, packed, blob, _mac(secret, header, packed, *state)
 
 
-def parse_header(raw: Buffer) -> Header:
-    """What these first bytes of a record claim, or CorruptBlock."""
+def parse_header(raw: Buffer) -> RecordHeader:
+    """Parse the first bytes of a record, or raise CorruptBlock."""
     if len(raw) < HEADER_BYTES:
         raise CorruptBlock("it is shorter than its header")
     magic, blob_bytes, parent, namespace, kind, tokens = _HEADER.unpack_from(raw)
     if magic not in (MAGIC, STRIPED_MAGIC):
         raise CorruptBlock("it is not a block record")
-    if kind > 3 or tokens > MOST_TOKENS:
+    if kind > 3 or tokens > MAX_TOKENS:
         raise CorruptBlock("its header makes no sense")
-    return Header(magic, blob_bytes, parent, namespace, bool(kind & 1), bool(kind & 2), tokens)
+    return RecordHeader(
+        magic, blob_bytes, parent, namespace, bool(kind & 1), bool(kind & 2), tokens
+    )
 
 
 def stripes(blob: Buffer) -> list[tuple[int, memoryview]]:
-    """What a state is read in, and hashed in if it is large: each with where it begins."""
+    """The stripes in which a state is read, and hashed if it is large, each with its offset."""
     view = memoryview(blob)
     starts = range(0, len(view), STRIPE_BYTES)
     return [(start, view[start : start + STRIPE_BYTES]) for start in starts]
 
 
 def stripe_digest(stripe: Buffer, secret: bytes) -> bytes:
-    """What stands for a stripe in the checksum of its record."""
+    """The hash that represents a stripe in the MAC of its record."""
     return blake3(key=_key(secret, _STRIPE_CONTEXT)).update(stripe).digest()
 
 
@@ -125,8 +125,8 @@ def verify(
     secret: bytes,
     digests: Sequence[bytes] | None = None,
 ) -> Record:
-    """The record, or CorruptBlock; never anything in between. `digests` are those of its stripes,
-    in their order, for whoever has made them already."""
+    """Return the record, or raise CorruptBlock. `digests` are those of its stripes, in order, if
+    the caller has computed them already."""
     header = parse_header(header_raw)
     if (len(packed), len(blob)) != (header.packed_bytes, header.blob_bytes):
         raise CorruptBlock("its length disagrees with its header")
@@ -140,9 +140,8 @@ def verify(
 
 
 def _mac(secret: bytes, *parts: Buffer) -> bytes:
-    """Small blocks on one thread: two cores gained nothing below 64 MiB, and lost time at 1 and 16
-    MiB. The result is the same."""
-    is_large = sum(map(len, parts)) >= SHARED_BYTES
+    """A second core gained nothing below 64 MiB, and lost time at 1 and 16 MiB."""
+    is_large = sum(map(len, parts)) >= PARALLEL_HASH_BYTES
     hasher = blake3(key=_key(secret, _CONTEXT), max_threads=blake3.AUTO if is_large else 1)
     for part in parts:
         hasher.update(part)
@@ -150,5 +149,5 @@ def _mac(secret: bytes, *parts: Buffer) -> bytes:
 
 
 def _key(secret: bytes, context: str) -> bytes:
-    """The secret has other uses; a key of its own keeps what they sign apart from blocks."""
+    """Derive a key for this context, because the secret has other uses."""
     return blake3(secret, derive_key_context=context).digest()

@@ -1,4 +1,4 @@
-"""Decide what a request will reuse. Pure: it looks, and changes nothing."""
+"""Decides which state a request reuses. It only looks and changes nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rekindle.kvcache.tree import Match
 from rekindle.tokens import Tokens
 
 Handle = TypeVar("Handle")
-MOST_COPIED = 8  # tokens that are copied for each one that is of use: a copy is that much faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +19,7 @@ class Live(Generic[Handle]):
 
     handle: Handle
     tokens: Tokens
-    is_copied: bool = False  # all of it, when some of it is shared
+    is_copied: bool = False  # sharing a part of it copies all of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +30,9 @@ class Plan(Generic[Handle]):
     shared_tokens: int
     blocks: tuple[Block, ...]  # to restore after the shared part, in order
     reused_tokens: int  # the last block is cut back to this
-    matched_tokens: int  # equal tokens found, whether or not they may be reused
-    diverged: bool  # what was found goes on differently from the request
-    is_cut: bool = False  # more could be reused, but is sooner computed
+    matched_tokens: int  # equal tokens that were found, whether or not they can be reused
+    diverged: bool  # the stored conversation continues with other tokens
+    is_cut: bool = False  # more could be reused, but computing it is faster
 
     @classmethod
     def nothing(cls) -> Plan[Handle]:
@@ -43,23 +42,25 @@ class Plan(Generic[Handle]):
 def resolve(
     tokens: Tokens, stored: Match, live: Iterable[Live[Handle]], *, block_tokens: int
 ) -> Plan[Handle]:
-    """The longest equal prefix; from live sequences as far as they go, for they cost nothing.
+    """Reuse the longest equal prefix, preferably from a live sequence, which costs nothing.
 
-    `tokens` are those that may be reused: all but the last, which is always computed.
+    `tokens` are all tokens of the request but the last, which is always computed.
     """
     best: Live[Handle] | None = None
     shared = 0
     for candidate in live:
         common = candidate.tokens.common_prefix(tokens)
-        if candidate.is_copied and common * MOST_COPIED < len(candidate.tokens):
-            continue
+        if candidate.is_copied and common * 8 < len(candidate.tokens):
+            continue  # copying 8 tokens takes about as long as computing one
         if common > shared:
             best, shared = candidate, common
     if stored.tokens <= shared:
         diverged = best is not None and shared < min(len(best.tokens), len(tokens))
         handle = best.handle if best else None
         return Plan(handle, shared, (), shared, shared, diverged)
-    aligned = shared - shared % block_tokens  # blocks go in whole, so share up to one's start
+    aligned = (
+        shared - shared % block_tokens
+    )  # blocks are restored whole, so share up to the start of one
     return Plan(
         best.handle if best and aligned else None,
         aligned,
@@ -71,8 +72,8 @@ def resolve(
 
 
 def resolve_exact(whole: Tokens, stored: Match, *, step_tokens: int) -> Plan[Handle]:
-    """Whole canonical steps only: what a cold run would compute bit for bit the same. The pictures
-    of `whole` are a step each, which is not cut."""
+    """Reuse whole canonical steps only, which a cold run computes bit for bit the same. Each image
+    of `whole` is one step and is not cut."""
     blocks: list[Block] = []
     for block in stored.blocks:
         if not block.exact or block.stop > stored.tokens:
@@ -89,7 +90,8 @@ def resolve_exact(whole: Tokens, stored: Match, *, step_tokens: int) -> Plan[Han
 def resolve_whole(
     tokens: Tokens, stored: Match, checkpoints: Iterable[Block], live: Iterable[Live[Handle]]
 ) -> Plan[Handle]:
-    """Where state cannot be cut: the newest checkpoint, or a live sequence that is all prefix."""
+    """For state that cannot be cut: reuse the newest checkpoint, or a live sequence that is a
+    prefix of the request."""
     common = [(each, each.tokens.common_prefix(tokens)) for each in live]
     whole = [(each, count) for each, count in common if count == len(each.tokens)]
     best, shared = max(whole, key=lambda found: found[1], default=(None, 0))
@@ -103,18 +105,12 @@ def resolve_whole(
 def resolve_whole_exact(
     stored: Match, checkpoints: Iterable[Block], *, step_tokens: int
 ) -> Plan[Handle]:
-    """The newest checkpoint at the end of a canonical step that rests on such steps alone."""
+    """Reuse the newest checkpoint at the end of a canonical step whose chain is exact."""
     exact = (block for block in checkpoints if all(each.exact for each in chain(block)))
     block = next((block for block in exact if block.stop % step_tokens == 0), None)
     return _resumed(block, stored.tokens, stored)
 
 
 def _resumed(block: Block | None, matched: int, stored: Match) -> Plan[Handle]:
-    blocks = _above(block)
     reused = block.stop if block else 0
-    return Plan(None, 0, blocks, reused, matched, stored.diverged)
-
-
-def _above(block: Block | None) -> tuple[Block, ...]:
-    """The blocks from the first one to this."""
-    return tuple(chain(block))[::-1]
+    return Plan(None, 0, tuple(chain(block))[::-1], reused, matched, stored.diverged)

@@ -1,4 +1,4 @@
-"""The tree that finds stored prefixes: each block is under the block before it."""
+"""Finds stored prefixes in a tree where each block is under the block before it."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from rekindle.kvcache.block import (
     BlockKind,
     Handles,
     PrefixHandle,
-    below,
     chain_key,
-    more_bytes,
+    size_difference,
+    subtree,
 )
 from rekindle.tokens import TOKEN_BYTES, Tokens, common_prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The longest stored prefix of some tokens: whole blocks, then part of one more."""
+    """The longest stored prefix of some tokens: whole blocks, and perhaps a part of one more."""
 
     blocks: tuple[Block, ...]
-    tokens: int  # matched in all, the part of the last block included
-    diverged: bool  # the store goes on where the request goes another way
+    tokens: int  # including the matched part of the last block
+    diverged: bool  # a stored block continues with other tokens than the request
 
 
 class Tree:
-    """Finds blocks by the tokens they hold; decides nothing about lifetimes."""
+    """Finds blocks by their tokens. It decides nothing about lifetimes."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
         self._block_bytes = block_tokens * TOKEN_BYTES
         self._roots: dict[bytes, Block] = {}
         self._blocks: dict[bytes, Block] = {}
-        #: Of all state, each block once, by tenant; None: of all of them.
+        #: State by tenant, each block counted once. None stands for all tenants.
         self.size_bytes: Counter[bytes | None] = Counter()
 
     def __len__(self) -> int:
@@ -51,15 +51,15 @@ class Tree:
         return self._blocks.get(key)
 
     def root(self, namespace: bytes, tenant: bytes | None = None) -> Block:
-        """The node above the first blocks of a namespace, which is a tenant's for good."""
+        """The node above the first blocks of a namespace. Its tenant never changes."""
         root = self._roots.get(namespace)
         if root is None:
-            root = Block(namespace, None, Tokens(), 0, exact=True, tenant=tenant)
+            root = Block(namespace, None, Tokens(), BlockKind(0, exact=True), tenant)
             self._roots[namespace] = root
         return root
 
     def is_full(self, block: Block) -> bool:
-        """Whether others may follow it; nothing is ever found after a tail."""
+        """Whether other blocks may follow. A tail has no children."""
         return len(block.tokens.packed) == self._block_bytes
 
     def could_hold(self, tokens: Tokens) -> bool:
@@ -68,7 +68,7 @@ class Tree:
         return 0 < size <= self._block_bytes and size % TOKEN_BYTES == 0
 
     def match(self, namespace: bytes, tokens: Tokens) -> Match:
-        """Walk full blocks by their tokens; then take what fits of the best child."""
+        """The longest stored prefix of these tokens."""
         node = self._roots.get(namespace)
         if node is None:
             return Match((), 0, diverged=False)
@@ -85,8 +85,8 @@ class Tree:
         return _with_whole_media(match, tokens) if tokens.media else match
 
     def checkpoints(self, namespace: bytes, tokens: Tokens) -> Iterator[Block]:
-        """Blocks with a checkpoint from which these tokens go on, the longest prefix first; none in
-        the middle of a picture."""
+        """Blocks with a checkpoint on the path of these tokens, longest prefix first. None of them
+        ends in the middle of an image."""
         packed = tokens.packed
         path = [self._roots[namespace]] if namespace in self._roots else []
         while path:
@@ -98,39 +98,39 @@ class Tree:
             chunk = self._next(node, packed)
             whole = node.children.get(chunk)
             tail = [whole] if whole is not None and not self.is_full(whole) else []
-            for block in chain(tail, _beginnings(node, chunk), [node]):
+            for block in chain(tail, _prefixes(node, chunk), [node]):
                 if block.resumable and tokens.whole_media(block.stop) == block.stop:
                     yield block
 
     def place(self, handle: PrefixHandle, node: Block | None = None) -> None:
-        """Let a conversation end in the last block, at or below `node`, that holds state of it."""
+        """Attach a conversation to the last block, at or below `node`, that holds state of it."""
         node = node or self.root(handle.namespace, handle.tenant)
         packed = handle.tokens.packed
         offset = node.stop * TOKEN_BYTES
-        while offset + self._block_bytes < len(packed):  # what ends here may end in a tail
+        while offset + self._block_bytes < len(packed):  # the last part may end in a tail
             child = node.children.get(packed[offset : offset + self._block_bytes])
             if child is None:
                 break
             node, offset = child, offset + self._block_bytes
-        while child := _through(node, self._next(node, packed), packed):
+        while child := _continuing_child(node, self._next(node, packed), packed):
             node = child
         self._move(handle, node)
 
-    def lift(self, handle: PrefixHandle) -> None:
-        """Let a conversation end nowhere."""
+    def detach(self, handle: PrefixHandle) -> None:
+        """Detach a conversation from the tree."""
         self._move(handle, None)
 
     def _move(self, handle: PrefixHandle, node: Block | None) -> None:
-        """The one place where a conversation's end changes."""
+        """Only this method changes the block in which a conversation ends."""
         before, handle.block = handle.block, node
         if before is node:
             return
-        handle.state_bytes += more_bytes(node, before)
+        handle.state_bytes += size_difference(node, before)
         if before is not None:
             before.handles.remove(handle)
             if not before.handles:
                 before.handles = NO_HANDLES
-                self._tidy(before)
+                self._forget_unused(before)
         if node is not None:
             if node.handles is NO_HANDLES:
                 node.handles = Handles()
@@ -141,39 +141,29 @@ class Tree:
         namespace: bytes,
         parent: Block | None,
         tokens: Tokens,
-        size_bytes: int,
+        kind: BlockKind,
         *,
-        exact: bool,
-        resumable: bool = False,
         key: bytes | None = None,
         tenant: bytes | None = None,
     ) -> Block:
-        """Put a block under its parent; without one, under the root. `key` is its chain key, where
-        that is known."""
+        """Add a block under its parent, or under the root. `key` is its chain key if known."""
         above = parent or self.root(namespace, tenant)
         packed = tokens.packed
         assert packed not in above.children, "one block for the same tokens"
         assert self.could_hold(tokens), "a full block or a tail"
-        block = Block(
-            key or chain_key(above.key, tokens),
-            above,
-            tokens,
-            size_bytes,
-            exact=exact,
-            resumable=resumable,
-        )
+        block = Block(key or chain_key(above.key, tokens), above, tokens, kind)
         above.children[packed] = self._blocks[block.key] = block
         insort(above.order, packed)
-        self._count(block, size_bytes)
+        self._count(block, kind.size_bytes)
         return block
 
     def set_kind(self, block: Block, kind: BlockKind) -> None:
-        """Let a block be of another kind from now on."""
+        """Change the kind of a block."""
         grown_bytes = kind.size_bytes - block.size_bytes
         block.kind = kind
-        if grown_bytes:  # by a checkpoint, which is seldom added to a block with others below it
+        if grown_bytes:
             self._count(block, grown_bytes)
-            for handle in (handle for each in below(block) for handle in each.handles):
+            for handle in (handle for each in subtree(block) for handle in each.handles):
                 handle.state_bytes += grown_bytes
 
     def _count(self, block: Block, more_bytes: int) -> None:
@@ -184,8 +174,8 @@ class Tree:
             del self.size_bytes[block.tenant]
 
     def remove(self, block: Block) -> None:
-        """Take a leaf out; a root left without children goes too."""
-        assert not block.children, "leaves go first"
+        """Remove a leaf, and its root if that has no other child."""
+        assert not block.children, "only leaves can be removed"
         above = block.parent
         assert above is not None
         if self._blocks.get(block.key) is block:
@@ -193,37 +183,38 @@ class Tree:
             self._count(block, -block.size_bytes)
         del above.children[block.tokens.packed]
         above.order.pop(bisect_left(above.order, block.tokens.packed))
-        if not block.handles:  # else they are to be placed above it
-            self._tidy(above)
+        if not block.handles:  # otherwise they are placed above it next
+            self._forget_unused(above)
 
-    def _tidy(self, root: Block) -> None:
-        """Forget a root that nothing depends on."""
+    def _forget_unused(self, root: Block) -> None:
+        """Remove a root without children and conversations."""
         known = root.is_root and self._roots.get(root.key) is root
         if known and not root.children and not root.handles:
             del self._roots[root.key]
 
     def along(self, node: Block, tokens: Tokens) -> list[Block]:
-        """Children that hold the next of these tokens, more of them or fewer; the longest first."""
+        """Children on the path of these tokens, whether they hold more of them or fewer; longest
+        first."""
         chunk = self._next(node, tokens.packed)
         if not chunk:
             return []
         same = [node.children[chunk]] if chunk in node.children else []
         longer = list(_longer(node, chunk))
-        return [*reversed(longer), *same, *_beginnings(node, chunk)]
+        return [*reversed(longer), *same, *_prefixes(node, chunk)]
 
     def _next(self, node: Block, packed: bytes) -> bytes:
-        """The tokens that come after a block, a block's worth at most."""
+        """The packed tokens after a block, at most one block of them."""
         start = node.stop * TOKEN_BYTES
         return packed[start : start + self._block_bytes]
 
     def longer(self, parent: bytes, tokens: Tokens) -> Iterator[Block]:
-        """Blocks under this parent, or root, that begin with these tokens and go on."""
+        """Blocks under this parent or root that begin with these tokens and are longer."""
         above = self._blocks.get(parent) or self._roots.get(parent)
         return _longer(above, tokens.packed) if above is not None else iter(())
 
 
 def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> Match:
-    """The child sharing most with the chunk: in sorted order it is a neighbour of it."""
+    """Add the child that shares most with the chunk. In sorted order it is a neighbour of it."""
     at = bisect_left(node.order, chunk)
     near = node.order[max(at - 1, 0) : at + 1]
     shared = [common_prefix(packed, chunk) for packed in near]
@@ -232,14 +223,16 @@ def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> M
     cut = most * TOKEN_BYTES
     diverged = len(chunk) > cut and any(len(packed) > cut for packed in best)
     if most:
-        found.append(node.children[best[-1]])  # of two that serve, the longer
+        found.append(node.children[best[-1]])  # the longer one of two equals
     return Match(tuple(found), tokens + most, diverged)
 
 
-def _through(node: Block, chunk: bytes, packed: bytes) -> Block | None:
-    """The child that a run of tokens goes through, of which `chunk` is after the node: one with a
-    checkpoint of its end, or of the token before, which is where a reply ends; else one that holds
-    all of its next block, or the longest tail that this begins with."""
+def _continuing_child(node: Block, chunk: bytes, packed: bytes) -> Block | None:
+    """The child in which a conversation continues; `chunk` are its next tokens after the node.
+
+    It prefers a checkpoint of the conversation's end, or of the token before, where a reply ends.
+    Then comes a child that holds the whole chunk, then the longest tail that the chunk begins with.
+    """
     if node.stop * TOKEN_BYTES + len(chunk) == len(packed):
         for end in (chunk, chunk[:-TOKEN_BYTES]):
             if (tail := node.children.get(end)) and tail.resumable:
@@ -257,7 +250,7 @@ def _through(node: Block, chunk: bytes, packed: bytes) -> Block | None:
 
 
 def _with_whole_media(match: Match, tokens: Tokens) -> Match:
-    """The match up to the picture that it would cut: state in the middle of one is of no use."""
+    """Shorten a match that ends inside an image, because state inside an image cannot be used."""
     most = tokens.whole_media(match.tokens)
     if most == match.tokens:
         return match
@@ -266,10 +259,10 @@ def _with_whole_media(match: Match, tokens: Tokens) -> Match:
 
 
 def shorter(block: Block) -> list[Block]:
-    """Siblings whose tokens are the beginning of this block's: it covers them."""
+    """Siblings whose tokens are a proper prefix of this block's tokens."""
     above = block.parent
     assert above is not None
-    return list(_beginnings(above, block.tokens.packed))
+    return list(_prefixes(above, block.tokens.packed))
 
 
 def _longer(above: Block, packed: bytes) -> Iterator[Block]:
@@ -279,8 +272,8 @@ def _longer(above: Block, packed: bytes) -> Iterator[Block]:
         at += 1
 
 
-def _beginnings(above: Block, packed: bytes) -> Iterator[Block]:
-    """Children whose tokens are the beginning of these, but not all of them; the longest first."""
+def _prefixes(above: Block, packed: bytes) -> Iterator[Block]:
+    """Children whose tokens are a proper prefix of these, longest first."""
     while at := bisect_left(above.order, packed):
         packed = packed[: common_prefix(above.order[at - 1], packed) * TOKEN_BYTES]
         if found := above.children.get(packed):

@@ -22,7 +22,6 @@ from rekindle.runtime.admin.state_transfer import StateTransfer
 from rekindle.runtime.background import Pieces
 from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
-from rekindle.runtime.encode.chat import RecentChats
 from rekindle.runtime.encode.input_processor import InputProcessor
 from rekindle.runtime.encode.output_format import OutputFormat
 from rekindle.runtime.reuse.admission import Admission
@@ -47,6 +46,11 @@ class Runtime:
     scheduler: Scheduler
     cache_info: CacheInfo
     admin: Admin
+
+    def forget(self, entry: Entry) -> None:
+        """Remove the idle state and the recent texts of a deleted conversation."""
+        self.kv.forget(entry)
+        self.input_processor.recent_chats.forget(entry.tenant)
 
     def upkeep(self) -> Pieces[None]:
         """Once a minute."""
@@ -79,7 +83,6 @@ def build(
     sessions = _sessions(storage, pins, encoder, log)
     planner = Planner(engine.capabilities, storage.store, input_processor.shared_namespace)
     kv = _kv_manager(engine, storage, idle_tokens)
-    storage.entries.on_remove = partial(_forget, kv, input_processor.recent_chats)
     admission = Admission(engine, storage.store, planner, kv)
     pipeline = Pipeline(engine, input_processor, sessions, admission, kv)
     pictures = PictureEncoder(engine, storage.pictures)
@@ -152,12 +155,6 @@ def _count_turns(pipeline: Pipeline, scheduler: Scheduler, kv: KvManager, view: 
     return TurnCounts(
         pipeline.statuses[view], scheduler.turns, counts.computed_tokens, counts.reused_tokens
     )
-
-
-def _forget(kv: KvManager, recent_chats: RecentChats, entry: Entry) -> None:
-    """A conversation was deleted, with its state and its text."""
-    kv.forget(entry)
-    recent_chats.forget(entry.tenant)
 
 
 def _output_format(

@@ -16,7 +16,6 @@ from queue import Empty
 
 from rekindle.chat.tools.registry import check_names
 from rekindle.errors import ServerError, as_server_error
-from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.admin import (
     AdminReply,
     AdminRequest,
@@ -36,6 +35,7 @@ from rekindle.runtime.loading import load_model
 from rekindle.runtime.model_process import ModelProcess
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.runtime.storage.opening import capacities, choose_budgets, open_storage
+from rekindle.runtime.storage.storage import StorageEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Tick:
     """Upkeep is due."""
 
 
-_Message = Turn | _ReadyAdmin | Cancel | _Tick | TierEvent
+_Message = Turn | _ReadyAdmin | Cancel | _Tick | StorageEvent
 _Encoded = Turn | Failed | _ReadyAdmin | AdminReply
 
 
@@ -69,6 +69,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             self._inbox.put,
             self.link.send,
             engine.sequences.allocate,
+            on_remove=lambda entry: self._runtime.forget(entry),
         )
         self._runtime: Runtime = build(
             engine,

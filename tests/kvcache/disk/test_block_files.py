@@ -13,7 +13,7 @@ import pytest
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.codec import HEADER_BYTES, Record, seal
-from rekindle.kvcache.disk.block_files import MOST_QUARANTINE, BlockFiles
+from rekindle.kvcache.disk.block_files import MAX_QUARANTINED, BlockFiles
 from rekindle.kvcache.disk.files import SYSTEM, Calls, Files
 from tests.kvcache.faults import ERRORS, KINDS, Faults, PulledPlug, each_failure
 from tests.kvcache.records import SECRET, chain, flip, key_of, size_of
@@ -253,17 +253,17 @@ def test_a_bad_file_is_quarantined(place: Place) -> None:
 
 
 def test_only_the_latest_bad_files_are_kept(place: Place) -> None:
-    for turn in range(MOST_QUARANTINE + 5):
+    for turn in range(MAX_QUARANTINED + 5):
         place.file().write_bytes(b"%d" % turn)
         place.block_files.quarantine(KEY)
     kept = sorted(path.name for path in place.quarantine.iterdir())
     assert [int((place.quarantine / name).read_bytes()) for name in kept] == list(
-        range(5, MOST_QUARANTINE + 5)
+        range(5, MAX_QUARANTINED + 5)
     )
 
 
 def test_large_bad_files_are_not_hoarded(place: Place) -> None:
-    place.block_files.most_quarantine_bytes = 250
+    place.block_files.max_quarantine_bytes = 250
     for _ in range(4):
         place.file().write_bytes(bytes(100))
         place.block_files.quarantine(KEY)

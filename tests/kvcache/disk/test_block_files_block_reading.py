@@ -39,7 +39,7 @@ Open = Callable[[Calls], BlockFiles]
 @pytest.fixture(autouse=True)
 def small_stripes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "STRIPE_BYTES", STRIPE_BYTES)
-    monkeypatch.setattr(codec, "STRIPED_BYTES", 2 * STRIPE_BYTES)
+    monkeypatch.setattr(codec, "MIN_STRIPED_BYTES", 2 * STRIPE_BYTES)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_what_several_threads_read_is_the_record(block_files: BlockFiles, path: 
 def test_a_large_record_of_versions_before_is_read_as_well(
     block_files: BlockFiles, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec, "STRIPED_BYTES", 1 << 30)
+    monkeypatch.setattr(codec, "MIN_STRIPED_BYTES", 1 << 30)
     block_files.write([RECORD])
     assert not parse_header(path.read_bytes()[:HEADER_BYTES]).is_striped
     assert read_together(block_files.reading(KEY, SIZE)) == RECORD
@@ -177,7 +177,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_refused(
             os.truncate(path, STATE_AT)
 
     block_files = open_files(Watched(cut).calls())
-    with pytest.raises(CorruptBlock, match=r"shorter|instead of"):
+    with pytest.raises(CorruptBlock, match=r"truncated|instead of"):
         read_together(block_files.reading(KEY, SIZE))
 
 

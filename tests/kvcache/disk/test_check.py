@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from rekindle.kvcache.disk.check import Finding, FolderReport, check
+from rekindle.kvcache.disk.entry_table import DropBlock, PutBlock, PutEntry
 from rekindle.kvcache.disk.folder import Folder, open_folder
-from rekindle.kvcache.disk.index_db import DropBlock, PutBlock, PutEntry
 from tests.kvcache.records import chain, entry, flip, key_of, row_of, size_of
 
 RECORDS = chain(5)

@@ -197,9 +197,9 @@ def test_a_write_that_makes_no_progress_is_an_error(path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read_is_noticed(path: Path) -> None:
     files = Files(path, replace(SYSTEM, preadv=lambda handle, views, start: 0))
     files.write("a", [b"xyz"])
-    with pytest.raises(CorruptBlock, match="shorter"):
+    with pytest.raises(CorruptBlock, match="truncated"):
         files.read_into("a", [bytearray(3)], 3)
-    with pytest.raises(CorruptBlock, match="shorter"):
+    with pytest.raises(CorruptBlock, match="truncated"):
         files.read_start("a", 3)
     files.close()
 

@@ -3,21 +3,22 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
 from rekindle.errors import ConfigError, FolderLocked
+from rekindle.kvcache.disk.entry_table import PutBlock, PutEntry
 from rekindle.kvcache.disk.files import Files
 from rekindle.kvcache.disk.folder import Folder, open_folder
-from rekindle.kvcache.disk.index_db import PutBlock, PutEntry
 from rekindle.kvcache.disk.secret import read_secret
 from tests.kvcache.records import chain, entry, key_of, row_of, size_of
 
@@ -365,6 +366,15 @@ def test_a_model_whose_pins_cannot_be_read_stays(open_one: Opener) -> None:
     (damaged / "index.db").write_bytes(b"garbage")
     assert open_one(limit_bytes=1_000_000).limit_bytes < 300_000
     assert damaged.exists()
+
+
+def test_a_model_whose_index_is_outdated_can_be_removed(open_one: Opener) -> None:
+    """No version that is still around can read its pins."""
+    outdated = make_idle(open_one, b"outdated", 700_000, 1, pin=True)
+    with closing(sqlite3.connect(outdated / "index.db")) as db, db:
+        db.execute("UPDATE meta SET value = '4' WHERE key = 'schema'")
+    assert open_one(limit_bytes=1_000_000).limit_bytes > 900_000
+    assert not outdated.exists()
 
 
 def test_pins_beyond_the_budget_leave_nothing_but_never_less(open_one: Opener) -> None:

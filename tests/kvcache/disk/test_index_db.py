@@ -17,19 +17,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle.errors import IndexDamaged
-from rekindle.kvcache.disk.entry_table import EntryTable
-from rekindle.kvcache.disk.index_db import (
+from rekindle.kvcache.disk.entry_table import (
     Change,
     DropBlock,
     DropEntry,
     DropName,
     EntryRow,
-    IndexDb,
+    EntryTable,
     PutBlock,
     PutEntry,
     SetMeta,
     TouchEntry,
 )
+from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.tokens import pack
 from tests.kvcache.records import ROOT, chain, entry, flip, row_of
 

@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.kvcache.disk import opening
 from rekindle.kvcache.disk.folder import Folder, open_folder
-from rekindle.kvcache.tiers.base import Found, TierEvent
+from rekindle.kvcache.tiers.base import BlocksFound, TierEvent
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import DeleteEntry, EntryInfo, PinEntry, Removed
 from rekindle.protocol.requests import Names
@@ -161,7 +161,7 @@ def test_a_folder_that_nobody_took_is_let_go(tmp_path: Path) -> None:
 
     def on_event(event: TierEvent) -> None:
         events.append(event)
-        if isinstance(event, Found) and event.is_all:
+        if isinstance(event, BlocksFound) and event.is_all:
             opened.set()
 
     def open_one() -> Folder:

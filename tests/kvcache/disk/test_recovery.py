@@ -16,15 +16,9 @@ from hypothesis import strategies as st
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.codec import Record
+from rekindle.kvcache.disk.entry_table import BlockRow, DropBlock, PutBlock, PutEntry, SetMeta
 from rekindle.kvcache.disk.folder import Folder, open_folder
-from rekindle.kvcache.disk.index_db import (
-    BlockRow,
-    DropBlock,
-    IndexDb,
-    PutBlock,
-    PutEntry,
-    SetMeta,
-)
+from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.disk.recovery import Recovery, compare
 from tests.kvcache.records import chain, entry, flip, key_of, row_of, size_of
 

@@ -10,16 +10,17 @@ from queue import SimpleQueue
 
 import pytest
 
-from rekindle.kvcache.block import Block, chain_key
+from rekindle.kvcache.block import Block, BlockKind, chain_key
+from rekindle.kvcache.disk.entry_table import SetMeta
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.disk.index_db import IndexDb, SetMeta
+from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.disk.writer import Commit, Remove, Writer
 from rekindle.kvcache.tiers.base import Flushed, TierEvent, Written
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.tokens import Tokens
 from tests.stress.trouble import Trouble, block_files_with
 
-ROOT = Block(b"r" * 32, None, Tokens(), 0, exact=True)
+ROOT = Block(b"r" * 32, None, Tokens(), BlockKind(0, exact=True))
 TOKENS = Tokens.of([1, 2])
 KEY = chain_key(ROOT.key, TOKENS)
 PATIENCE_S = 30.0
@@ -84,7 +85,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record
 def test_a_block_is_called_stored_after_file_name_folder_and_index_are_on_disk(
     recorded: Recorded,
 ) -> None:
-    block = Block(KEY, ROOT, TOKENS, 4, exact=False)
+    block = Block(KEY, ROOT, TOKENS, BlockKind(4, exact=False))
     recorded.tier.put(block, b"data")
     assert recorded.flush() == [
         *("open", "writev", "fsync file", "replace", "fsync folder"),
@@ -95,7 +96,7 @@ def test_a_block_is_called_stored_after_file_name_folder_and_index_are_on_disk(
 def test_a_block_is_called_removed_after_file_folder_and_index_are_on_disk(
     recorded: Recorded,
 ) -> None:
-    block = Block(KEY, ROOT, TOKENS, 4, exact=False)
+    block = Block(KEY, ROOT, TOKENS, BlockKind(4, exact=False))
     recorded.tier.put(block, b"data")
     recorded.flush()
     recorded.tier.remove(block)

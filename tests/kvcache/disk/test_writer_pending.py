@@ -6,13 +6,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.disk.index_db import (
-    Change,
-    DropBlock,
-    DropEntry,
-    PutEntry,
-    TouchEntry,
-)
+from rekindle.kvcache.disk.entry_table import Change, DropBlock, DropEntry, PutEntry, TouchEntry
 from rekindle.kvcache.disk.writer import CHANGE_BYTES, PendingChanges
 from tests.kvcache.records import entry
 

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.disk.index_db import Change, IndexDb, PutEntry
+from rekindle.kvcache.disk.entry_table import Change, PutEntry
+from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.entries.entries import Draft, Entries
 from rekindle.kvcache.entries.entry import (
-    MOST_REPLIES,
-    MOST_REPLY_BYTES,
+    MAX_REPLIES,
+    MAX_REPLY_BYTES,
     Clock,
     Reply,
     decode_replies,
@@ -77,12 +78,12 @@ def test_bytes_that_are_no_replies_are_none(raw: bytes) -> None:
 
 
 def test_the_newest_stay_within_bounds() -> None:
-    many = [reply(number) for number in range(2 * MOST_REPLIES)]
-    assert newest_replies(many[:MOST_REPLIES]) == tuple(many[:MOST_REPLIES])
-    assert newest_replies(many) == tuple(many[-MOST_REPLIES * 3 // 4 :])
-    large = [reply(number, MOST_REPLY_BYTES // 3) for number in range(5)]
+    many = [reply(number) for number in range(2 * MAX_REPLIES)]
+    assert newest_replies(many[:MAX_REPLIES]) == tuple(many[:MAX_REPLIES])
+    assert newest_replies(many) == tuple(many[-MAX_REPLIES * 3 // 4 :])
+    large = [reply(number, MAX_REPLY_BYTES // 3) for number in range(5)]
     assert newest_replies(large) == tuple(large[-2:])
-    assert newest_replies([reply(0, MOST_REPLY_BYTES)]) == ()
+    assert newest_replies([reply(0, MAX_REPLY_BYTES)]) == ()
 
 
 def test_a_reply_is_found_for_as_long_as_anybody_knows_it() -> None:

@@ -85,7 +85,7 @@ def read_bytes(search: Callable[[bytes], object], text: bytes, patch: pytest.Mon
         return text.startswith(edge, at)
 
     with patch.context() as patched:
-        patched.setattr(text_index, "_goes_on", counting)
+        patched.setattr(text_index, "_has_edge", counting)
         search(text)
     return read
 

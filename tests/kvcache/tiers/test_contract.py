@@ -90,13 +90,15 @@ BLOCKS: dict[bytes, Block] = {}
 def child(parent: Block, *ids: int, state_bytes: int = len(STATE)) -> Block:
     """A block under another; a root has no copies anywhere."""
     tokens = Tokens.of(ids)
-    block = Block(chain_key(parent.key, tokens), parent, tokens, state_bytes, exact=False)
+    block = Block(
+        chain_key(parent.key, tokens), parent, tokens, BlockKind(state_bytes, exact=False)
+    )
     parent.children[tokens.packed] = BLOCKS[block.key] = block
     return block
 
 
 def root(namespace: bytes = NAMESPACE) -> Block:
-    return Block(namespace, None, Tokens(), 0, exact=True)
+    return Block(namespace, None, Tokens(), BlockKind(0, exact=True))
 
 
 def ram(_folder: Path, limit_bytes: int) -> Place:

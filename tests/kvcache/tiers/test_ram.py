@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.block import Block, chain_key, namespace
+from rekindle.kvcache.block import Block, BlockKind, chain_key, namespace
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.tokens import Tokens
@@ -17,8 +17,8 @@ puts = st.tuples(names, st.binary(max_size=40))
 
 
 def block(name: int) -> Block:
-    root = Block(b"r" * 32, None, Tokens(), 0, exact=True)
-    return Block(b"%d" % name, root, Tokens.of([name]), 0, exact=False)
+    root = Block(b"r" * 32, None, Tokens(), BlockKind(0, exact=True))
+    return Block(b"%d" % name, root, Tokens.of([name]), BlockKind(0, exact=False))
 
 
 @given(st.integers(0, 4).map(lambda blocks: blocks * 1600), st.lists(puts | names))

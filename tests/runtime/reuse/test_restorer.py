@@ -259,7 +259,7 @@ def test_a_damaged_stripe_is_detected_before_its_block_is_used(
 ) -> None:
     """Blocks are read in parallel, and the blocks before the damaged one are restored."""
     monkeypatch.setattr(codec, "STRIPE_BYTES", 32)
-    monkeypatch.setattr(codec, "STRIPED_BYTES", 64)
+    monkeypatch.setattr(codec, "MIN_STRIPED_BYTES", 64)
     monkeypatch.setattr("rekindle.kvcache.tiers.disk.READER_BYTES", 64)
     monkeypatch.setattr("rekindle.kvcache.fetches.WINDOW_BYTES", BLOCK_BYTES)
     before = RuntimeHarness(FakeEngine(), folder=tmp_path)

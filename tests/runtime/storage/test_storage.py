@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -10,13 +12,15 @@ import pytest
 from blake3 import blake3
 
 from rekindle.errors import ConfigError
+from rekindle.kvcache.disk.index_db import OLDER_VERSIONS
+from rekindle.kvcache.entries.entry import Draft
 from rekindle.kvcache.eviction.hit_density import AGES, CLASSES, HitDensity
-from rekindle.kvcache.tiers.base import TierEvent
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.storage.opening import choose_budgets, open_storage
-from rekindle.runtime.storage.storage import Storage
+from rekindle.runtime.storage.storage import Storage, StorageEvent
+from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
 
 SECRET = bytes(range(32))
@@ -25,11 +29,11 @@ PATIENCE_S = 30.0
 
 def opening(
     cache_dir: Path, log: list[LogLine], fingerprint: bytes = b"fake", **more: Any
-) -> tuple[Storage, SimpleQueue[TierEvent]]:
+) -> tuple[Storage, SimpleQueue[StorageEvent]]:
     settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=1 << 26, cache_dir=cache_dir, **more)
     load = LoadModel(path="model", settings=settings)
     capabilities = FakeEngine(fingerprint=fingerprint).capabilities
-    events = SimpleQueue[TierEvent]()
+    events = SimpleQueue[StorageEvent]()
     return open_storage(load, choose_budgets(load), capabilities, events.put, log.append), events
 
 
@@ -105,7 +109,33 @@ def test_state_of_another_engine_is_left_aside_and_said_so(tmp_path: Path) -> No
         opened(tmp_path, log, fingerprint).close()
     [line] = log
     assert "another build of the engine" in line.text
-    assert "give way" in line.text
+    assert "not used" in line.text
+
+
+@pytest.mark.parametrize("version", OLDER_VERSIONS)
+def test_an_index_of_an_older_version_is_set_aside_with_one_log_line(
+    tmp_path: Path, version: str
+) -> None:
+    first = opened(tmp_path, [])
+    pinned = Draft(namespace=b"n" * 32, tokens=Tokens.of([1, 2, 3]), pinned=True)
+    assert first.entries.remember(pinned) is not None
+    first.close()
+    [index] = tmp_path.glob("*/index.db")
+    for path in (index, index.with_name("index.db.bak")):
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (version,))
+    log = list[LogLine]()
+    second = opened(tmp_path, log)
+    [line] = log
+    set_aside = index.with_name("index.db.damaged")
+    assert set_aside.is_file()
+    assert str(set_aside) in line.text
+    assert f"schema version {version}" in line.text
+    assert (second.is_on_disk, second.conversations, len(second.store)) == (True, 0, 0)
+    second.close()
+    log.clear()
+    opened(tmp_path, log).close()
+    assert log == []
 
 
 @pytest.mark.parametrize("content", [None, b"short", b"x" * 64])

@@ -1,4 +1,4 @@
-"""Blocks as files: each named by its chain key, each verified when it is read."""
+"""Stores blocks as files that are named by their chain key and verified when they are read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rekindle.kvcache.block import KEY_BYTES, chain_key
 from rekindle.kvcache.codec import (
     HEADER_BYTES,
     MAC_BYTES,
-    Header,
     Record,
+    RecordHeader,
     parse_header,
     seal,
     stripe_digest,
@@ -25,19 +25,17 @@ from rekindle.kvcache.disk.files import Files, ReadFile, is_temporary
 from rekindle.memory import Allocate, plain_memory
 from rekindle.tokens import Tokens
 
-# ----------------------------------------------------------------------
-# One block on its way from its file into memory: in stripes, by as many threads as take part.
-#
-# Each thread reads a stripe into its place and hashes it while it is in that core's cache. One
-# core copies 6 GB/s out of the page cache and hashes 5; a GPU takes 40.
-
-#: What says nothing about the file: this process has too much open, or too little memory.
-_OUR_OWN_FAULT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
+#: Errors of this process, which say nothing about the file.
+_PROCESS_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR}
 
 
 class BlockReading:
-    """Any thread may take part; one that comes late finds nothing to do. The block is there when
-    the last has left; what was read is believed when all of it is verified."""
+    """Reads one block in stripes with several threads.
+
+    Each thread hashes a stripe while it is in that core's cache. One core copies 6 GB/s from the
+    page cache and hashes 5 GB/s; a GPU takes 40 GB/s. The block is complete when the last thread
+    leaves.
+    """
 
     def __init__(
         self, files: Files, key: bytes, size_bytes: int, secret: bytes, allocate: Allocate
@@ -48,20 +46,20 @@ class BlockReading:
         self._secret = secret
         self._allocate = allocate
         self._lock = threading.Lock()
-        self._threads = 0  # that take part now
+        self._threads = 0  # taking part now
         self._is_over = False
         self._error: Exception | None = None  # the first
-        self._header: Header | None = None
+        self._header: RecordHeader | None = None
         self._raw, self._mac = bytearray(HEADER_BYTES), bytearray(MAC_BYTES)
         self._packed = bytearray()
         self._blob = memoryview(b"")
         self._stripes = 0
-        self._rest: Iterator[tuple[int, memoryview]] = iter(())  # that nobody has begun
-        self._digests: dict[int, bytes] = {}  # of those that are read, by where they begin
+        self._rest: Iterator[tuple[int, memoryview]] = iter(())  # not started
+        self._digests: dict[int, bytes] = {}  # of the stripes that were read, by offset
 
     def take_part(self, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-        """Read stripes until none is left, or none is wanted any more; True: this was the last
-        thread to leave, and the block is to be had."""
+        """Read stripes until none is left or wanted. Returns True for the last thread to leave,
+        which then calls `record`."""
         with self._lock:
             if self._is_over:
                 return False
@@ -77,20 +75,20 @@ class BlockReading:
             return self._is_over
 
     def _read(self, is_wanted: Callable[[], bool]) -> None:
-        with blamed_on_the_file(), self._files.reading(self._key.hex()) as file:
+        with _raising_corrupt_block(), self._files.reading(self._key.hex()) as file:
             file.check_size(self._size_bytes)
             with self._lock:
                 header = self._header = self._header or self._begin(file)
             state_at = HEADER_BYTES + header.packed_bytes
-            for start, stripe in self._rest:  # shared: each is given out once
+            for start, stripe in self._rest:  # the iterator is shared, so each stripe is read once
                 if self._error is not None or not is_wanted():
                     return
                 file.read_into([stripe], state_at + start)
                 digest = stripe_digest(stripe, self._secret) if header.is_striped else b""
                 self._digests[start] = digest
 
-    def _begin(self, file: ReadFile) -> Header:
-        """Read all but the state, and have memory for that."""
+    def _begin(self, file: ReadFile) -> RecordHeader:
+        """Read everything but the state, and allocate memory for the state."""
         file.read_into([self._raw], 0)
         header = parse_header(self._raw)
         if header.record_bytes != self._size_bytes:
@@ -104,16 +102,18 @@ class BlockReading:
         return header
 
     def record(self) -> Record | None:
-        """The block as it was written, or CorruptBlock with the reason; None: it was not wanted any
-        more. Once, when it is over: what was read is let go of. An OSError means that this process
-        lacks handles or memory: the file may be fine."""
+        """Return the verified block, or None if reading was abandoned. Call it once, at the end.
+
+        Raises CorruptBlock with the reason. An OSError means that this process lacks handles or
+        memory, and says nothing about the file.
+        """
         blob, error = self._blob, self._error
         self._blob, self._rest, self._error = memoryview(b""), iter(()), None
         if error is not None:
             try:
                 raise error
             finally:
-                del error  # or its traceback and this frame would keep the memory alive
+                del error  # its traceback would keep the memory alive
         if self._header is None or len(self._digests) < self._stripes:
             return None
         digests = [digest for _, digest in sorted(self._digests.items())]
@@ -124,33 +124,34 @@ class BlockReading:
 
 
 @contextmanager
-def blamed_on_the_file() -> Iterator[None]:
-    """To whoever wants the block, a file that cannot be read is as bad as a wrong one."""
+def _raising_corrupt_block() -> Iterator[None]:
+    """Treat a file that cannot be read like a corrupt one."""
     try:
         yield
     except FileNotFoundError:
         raise CorruptBlock("its file is missing") from None
     except OSError as error:
-        if error.errno in _OUR_OWN_FAULT:
+        if error.errno in _PROCESS_ERRORS:
             raise
         raise CorruptBlock(f"its file cannot be read: {error.strerror}") from error
 
 
-MOST_QUARANTINE = 16  # bad files kept for a look at them
-MOST_QUARANTINE_BYTES = 64 << 20  # unless the tier grants them less
+MAX_QUARANTINED = 16  # bad files that are kept for inspection
 
 
 class BlockFiles:
-    """The block files of one model. Any thread may read; one at a time may change things."""
+    """The block files of one model. Any thread may read, and one at a time may write."""
 
-    def __init__(self, files: Files, secret: bytes, quarantine: Files) -> None:
-        self.most_quarantine_bytes = MOST_QUARANTINE_BYTES
+    def __init__(
+        self, files: Files, secret: bytes, quarantine: Files, max_quarantine_bytes: int = 64 << 20
+    ) -> None:
+        self.max_quarantine_bytes = max_quarantine_bytes
         self._files = files
         self._secret = secret
         self._quarantined = quarantine
 
     def write(self, records: Iterable[Record]) -> None:
-        """Keep these blocks; on return they are on disk."""
+        """Write these blocks. On return they are on disk."""
         items = {
             _name(chain_key(record.parent, record.tokens)): seal(record, self._secret)
             for record in records
@@ -158,24 +159,21 @@ class BlockFiles:
         self._files.write_all(list(items.items()))
 
     def read(self, key: bytes, size_bytes: int, allocate: Allocate = plain_memory) -> Record:
-        """The block as it was written, or CorruptBlock with the reason.
-
-        An OSError means that this process lacks handles or memory: the file may be fine.
-        """
+        """Read and verify a block on this thread. Raises as `BlockReading.record` does."""
         reading = self.reading(key, size_bytes, allocate)
         reading.take_part()
         record = reading.record()
-        assert record is not None, "it was wanted all the time"
+        assert record is not None, "it was not abandoned"
         return record
 
     def reading(
         self, key: bytes, size_bytes: int, allocate: Allocate = plain_memory
     ) -> BlockReading:
-        """The same, for several threads to take part in."""
+        """Read a block with several threads."""
         return BlockReading(self._files, _checked(key), size_bytes, self._secret, allocate)
 
-    def _header(self, key: bytes, size_bytes: int) -> Header:
-        """The header of a file whose size is the one expected and the one it claims."""
+    def _header(self, key: bytes, size_bytes: int) -> RecordHeader:
+        """The header of a file that has the expected size."""
         raw, found_bytes = self._files.read_start(_name(key), HEADER_BYTES)
         if found_bytes != size_bytes:
             raise CorruptBlock(f"its file has {found_bytes} bytes instead of {size_bytes}")
@@ -184,12 +182,12 @@ class BlockFiles:
             raise CorruptBlock("its length disagrees with its header")
         return header
 
-    def tentative(self, key: bytes) -> tuple[Header, Tokens, int]:
-        """Header, tokens and size of a file that looks like the block its name says.
+    def tentative(self, key: bytes) -> tuple[RecordHeader, Tokens, int]:
+        """Header, tokens and size of a file that seems to be the block of its name.
 
-        Good enough to rebuild an index, which is believed no further: `read` verifies the rest.
+        This is enough to rebuild an index. `read` verifies the rest.
         """
-        with blamed_on_the_file():
+        with _raising_corrupt_block():
             _, size_bytes = self._files.read_start(_name(key), 0)
             header = self._header(key, size_bytes)
             raw, _ = self._files.read_start(_name(key), HEADER_BYTES + header.packed_bytes)
@@ -200,13 +198,13 @@ class BlockFiles:
         return header, tokens, size_bytes
 
     def quarantine(self, key: bytes) -> None:
-        """Take a bad file out of use; the latest few are kept."""
+        """Move a bad file to the quarantine, which keeps the latest few."""
         self._quarantine(_name(key))
 
     def tidy(self) -> tuple[set[bytes], int]:
-        """The keys that files are named by, when what unfinished writes have left is removed, and
-        folders, links and pipes with a block's name are out of its way; how many those were. One
-        walk over all names, and no look at a file: there may be millions."""
+        """Remove unfinished writes, and quarantine folders, links and pipes that have a block's
+        name. Returns the keys of all block files and the number quarantined. Walks all names once
+        and opens no file, because there may be millions."""
         keys: set[bytes] = set()
         others: list[tuple[str, bool]] = []
         for name, is_regular in self._files.scan():
@@ -223,7 +221,7 @@ class BlockFiles:
         return keys, len(impostors)
 
     def quarantine_foreign(self) -> None:
-        """Take everything that is not ours out of the folder."""
+        """Quarantine everything that is not a block file."""
         for name in self.foreign():
             self._quarantine(name)
 
@@ -243,13 +241,12 @@ class BlockFiles:
         kept_bytes = 0
         for age, name in enumerate(reversed(self._quarantined.names())):
             kept_bytes += sizes.get(name, 0)
-            if age >= MOST_QUARANTINE or kept_bytes > self.most_quarantine_bytes:
-                with suppress(OSError):  # one more than intended; the next time may do better
+            if age >= MAX_QUARANTINED or kept_bytes > self.max_quarantine_bytes:
+                with suppress(OSError):  # tried again next time
                     self._quarantined.discard(name)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove these blocks' files, for good; one that cannot be removed does not keep the
-        others."""
+        """Remove the files of these blocks. If one cannot be removed, the others still are."""
         failed: OSError | None = None
         for key in keys:
             try:
@@ -259,15 +256,15 @@ class BlockFiles:
         if failed is not None:
             raise failed
         if keys:
-            self._files.sync()  # or a crash of the machine might bring them back
+            self._files.sync()  # otherwise a crash could bring them back
 
     def sizes(self) -> dict[bytes, int]:
-        """The files that have a block's name."""
+        """The sizes of all block files."""
         found = self._files.sizes().items()
         return {key: size for name, size in found if (key := _key(name))}
 
     def foreign(self) -> list[str]:
-        """Names of what is neither a block's file nor an unfinished one."""
+        """Names of items that are neither block files nor unfinished writes."""
         files = self._files.sizes()
         return [
             name
@@ -276,11 +273,11 @@ class BlockFiles:
         ]
 
     def unfinished(self) -> list[str]:
-        """Names of what `sweep` would remove."""
+        """Names of unfinished writes."""
         return [name for name in self._files.sizes() if is_temporary(name)]
 
     def sweep(self) -> None:
-        """Remove what unfinished writes have left."""
+        """Remove unfinished writes."""
         self._files.sweep()
 
     def free_bytes(self) -> int:
@@ -288,7 +285,7 @@ class BlockFiles:
 
 
 def _key(name: str) -> bytes | None:
-    """The key that a block's file is named by; None: it is no such name."""
+    """The key in the name of a block file, or None for another name."""
     try:
         key = bytes.fromhex(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Proving that index and files agree, byte by byte; for `rekindle cache check`."""
+"""Verifies every block of a cache folder against its index, for `rekindle cache check`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Literal
 
 from rekindle.errors import CorruptBlock, FolderLocked, IndexDamaged
 from rekindle.kvcache.disk.block_files import BlockFiles
+from rekindle.kvcache.disk.entry_table import BlockRow
 from rekindle.kvcache.disk.folder import (
     INDEX,
     claim,
@@ -19,14 +20,14 @@ from rekindle.kvcache.disk.folder import (
     open_block_files,
     secret_of,
 )
-from rekindle.kvcache.disk.index_db import BlockRow, IndexDb
+from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.disk.recovery import (
     Census,
     compare,
     open_index,
     open_readable,
-    put_away,
     repair_index,
+    set_aside,
 )
 
 FindingKind = Literal[
@@ -44,22 +45,22 @@ FindingKind = Literal[
 @dataclass(frozen=True, slots=True)
 class Finding:
     kind: FindingKind
-    key: str  # of the block, in hex; empty when it is about something else
+    key: str  # of the block, in hex; empty for other findings
     sentence: str
 
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
     path: Path
-    in_use: bool = False  # by another process, and so not looked at
-    is_sealed: bool = False  # with a secret that is not known here, and so not looked at
-    blocks: int = 0  # files verified whole
+    in_use: bool = False  # by another process, so it was not checked
+    is_sealed: bool = False  # with an unknown secret, so it was not checked
+    blocks: int = 0  # verified files
     findings: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What reading every file of a folder showed."""
+    """The good and the bad files of a folder."""
 
     found: dict[bytes, BlockRow]
     bad: dict[bytes, str]
@@ -72,10 +73,9 @@ def check(
     secret: bytes | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[FolderReport]:
-    """Verify every model's folder that is not in use; `secret` is the configured one, if any;
-    `progress` gets files done and in all.
+    """Verify every model folder that is not in use. `secret` is the configured one.
 
-    What `repair` mends is reported all the same; a check after it finds nothing.
+    `progress` gets the number of files done and the total. Repaired problems are reported too.
     """
     if not cache_dir.is_dir():
         return []
@@ -113,7 +113,7 @@ class _Steps:
 def _check_folder(
     path: Path, block_files: BlockFiles, steps: _Steps, *, repair: bool
 ) -> FolderReport:
-    findings = list(_strangers(block_files))
+    findings = list(_unexpected_files(block_files))
     if repair:
         block_files.sweep()
         block_files.quarantine_foreign()
@@ -132,7 +132,7 @@ def _check_folder(
     return FolderReport(path, blocks=len(survey.found), findings=tuple(findings))
 
 
-def _strangers(block_files: BlockFiles) -> Iterator[Finding]:
+def _unexpected_files(block_files: BlockFiles) -> Iterator[Finding]:
     for name in block_files.unfinished():
         yield Finding("unfinished_write", "", f"A write was not finished: {name!a}.")
     for name in block_files.foreign():
@@ -147,21 +147,13 @@ def _read_all(block_files: BlockFiles, steps: _Steps) -> _Survey:
         except CorruptBlock as error:
             survey.bad[key] = str(error)
         else:
-            survey.found[key] = BlockRow(
-                key,
-                record.parent,
-                record.namespace,
-                record.tokens.packed,
-                size_bytes,
-                record.exact,
-                record.resumable,
-            )
+            survey.found[key] = BlockRow.of(key, record, record.tokens, size_bytes)
         steps.step()
     return survey
 
 
 def _open(index: Path, *, repair: bool) -> tuple[IndexDb | None, list[Finding]]:
-    """The index, unless it is damaged and stays so."""
+    """Open the index. Returns None if it is damaged and not repaired."""
     try:
         return _open_sound(index), []
     except IndexDamaged as error:
@@ -169,7 +161,7 @@ def _open(index: Path, *, repair: bool) -> tuple[IndexDb | None, list[Finding]]:
     if not repair:
         return None, [finding]
     if index.is_symlink() or index.exists():
-        put_away(index)
+        set_aside(index)
     return open_index(index).index_db, [finding]
 
 
@@ -210,7 +202,7 @@ def _disagreements(census: Census, known: set[bytes], survey: _Survey) -> Iterat
         why = "its ancestors are gone" if key in survey.found else "its file is missing"
         yield Finding("lost_row", key.hex(), f"The index has a block but {why}.")
     for row in census.adopted:
-        what = "is otherwise in the index" if row.key in known else "is not in the index"
+        what = "is different in the index" if row.key in known else "is not in the index"
         yield Finding("unknown_file", row.key.hex(), f"A good block {what}.")
     for key in census.unreachable:
         if key not in known:

@@ -1,4 +1,7 @@
-"""Entries in the index: a small row for each, its names, and what it says in pieces."""
+"""The rows of the index and the changes to them; reads and writes the table of entries.
+
+An entry has a small row, its names, and its contents in pieces that it shares with others.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,9 @@ from typing import Any
 
 from blake3 import blake3
 
+from rekindle.kvcache.codec import Record, RecordHeader
 from rekindle.kvcache.disk.pieces import Contents, Pieces
-
-# ----------------------------------------------------------------------
-# What the index on disk holds, row by row, and the changes that can be made to it.
+from rekindle.tokens import Tokens
 
 _BLOCK = ("key", "parent", "root", "packed", "size_bytes", "exact")
 _BLOCK_TYPES = (bytes, bytes, bytes, bytes, int, int)
@@ -37,13 +39,21 @@ class BlockRow:
     exact: bool
     resumable: bool = False
 
+    @classmethod
+    def of(
+        cls, key: bytes, source: Record | RecordHeader, tokens: Tokens, size_bytes: int
+    ) -> BlockRow:
+        parent, namespace = source.parent, source.namespace
+        kind = source.exact, source.resumable
+        return cls(key, parent, namespace, tokens.packed, size_bytes, *kind)
+
 
 @dataclass(frozen=True, slots=True)
 class EntryRow:
     key: str
     namespace: bytes
     packed: bytes
-    text: bytes  # rendered, with marks: no UTF-8
+    text: bytes  # rendered, with marks, so not UTF-8
     segments: tuple[tuple[str, str], ...]  # (type, hash)
     created_at: float
     last_used_at: float
@@ -53,10 +63,10 @@ class EntryRow:
     hits: int
     keyed: bool
     names: tuple[tuple[str, str], ...] = ()  # (kind, name)
-    text_tokens: int | None = None  # how many tokens the text stands for, if not for all
-    replies: bytes = b""  # packed; empty when there are none
-    document: bytes = b""  # that a client stored; empty when there is none
-    kv_namespace: bytes | None = None  # of its state, if that is not the tenant's usual one
+    text_tokens: int | None = None  # tokens that the text stands for, if not all
+    replies: bytes = b""  # encoded; empty if there are none
+    document: bytes = b""  # stored by a client; empty if there is none
+    kv_namespace: bytes | None = None  # of its state, if not the tenant's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +81,14 @@ class DropBlock:
 
 @dataclass(frozen=True, slots=True)
 class PutEntry:
-    """Replaces the entry and all its names; a name that another entry has moves to this one."""
+    """Replaces an entry and its names. A name of another entry moves to this one."""
 
     row: EntryRow
 
 
 @dataclass(frozen=True, slots=True)
 class TouchEntry:
-    """A use of an entry; of one that is gone, nothing."""
+    """Records a use of an entry. Ignored if the entry is gone."""
 
     key: str
     last_used_at: float
@@ -113,12 +123,12 @@ def put_block(block: BlockRow) -> tuple[Any, ...]:
     return (block.key, block.parent, block.namespace, block.packed, block.size_bytes, kind)
 
 
-#: Key, parent, namespace, packed tokens, size in bytes, kind: what millions are read as.
+#: Key, parent, namespace, packed tokens, size in bytes, kind. Fast to read by the million.
 RawBlock = tuple[bytes, bytes, bytes, bytes, int, int]
 
 
 def parse_raw(row: tuple[Any, ...]) -> RawBlock:
-    """The row, or ValueError: SQLite does not check what a damaged page says of its columns."""
+    """Check the types of a row. SQLite does not check those of a damaged page."""
     if tuple(map(type, row)) != _BLOCK_TYPES:
         raise ValueError("a column is of another type")
     return row
@@ -130,7 +140,7 @@ def parse_block(raw: RawBlock) -> BlockRow:
 
 
 def upsert(table: str, columns: Sequence[str]) -> str:
-    """Replaces a row where it is, so that rows stay in the order in which they first came."""
+    """A statement that replaces a row in place, so that rows keep their order."""
     updates = ", ".join(f"{column} = excluded.{column}" for column in columns[1:])
     marks = ", ".join("?" * len(columns))
     return (
@@ -142,7 +152,7 @@ def upsert(table: str, columns: Sequence[str]) -> str:
 PUT_BLOCK = upsert("blocks", _BLOCK)
 
 
-def typed(row: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
+def _typed(row: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
     if not all(map(isinstance, row, types)):
         raise ValueError("a column is of another type")
     return row
@@ -156,7 +166,7 @@ def parse_text(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogatepass")
 
 
-# What clients wrote is kept as bytes: SQLite's text refuses lone surrogates.
+# Text of clients is stored as bytes because SQLite's text refuses lone surrogates.
 ENTRY_SCHEMA = """
 CREATE TABLE entries (key TEXT PRIMARY KEY, root BLOB NOT NULL, packed BLOB NOT NULL,
   text BLOB NOT NULL, segments BLOB NOT NULL, replies BLOB NOT NULL, text_tokens INTEGER,
@@ -169,7 +179,7 @@ CREATE TABLE names (root BLOB NOT NULL, kind TEXT NOT NULL, name BLOB NOT NULL, 
   PRIMARY KEY (root, kind, name));
 CREATE INDEX names_by_entry ON names (entry);
 """
-# Columns that hold the id of their bytes.
+# Columns that hold the id of their last piece.
 _IN_PIECES = ("packed", "text", "segments", "replies", "document")
 _COLUMNS = (
     *("key", "root", *_IN_PIECES, "text_tokens", "created_at", "last_used_at", "ttl_s"),
@@ -189,26 +199,22 @@ Ids = Mapping[str, bytes]  # of an entry's bytes, by their column
 
 
 class EntryTable:
-    """Called within a transaction of the index; `forget` after one that failed."""
+    """Used within a transaction of the index. Call `forget` after a failed one."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._pieces = Pieces(db)
 
     def put(self, entry: EntryRow) -> None:
-        """Replace the entry and all its names; a name that another has moves to this one."""
-        self.put_row(entry)
-        self._db.execute("DELETE FROM names WHERE entry = ?", (entry.key,))
-        for kind, name in entry.names:
-            values = (entry.namespace, kind, text_bytes(name), entry.key)
-            self._db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?)", values)
-
-    def put_row(self, entry: EntryRow) -> None:
-        """Replace the entry, not its names. What it shares with what it replaces stays."""
+        """Replace an entry and its names. Pieces that both versions share are kept."""
         ids = {column: self._pieces.put(raw) for column, raw in _contents(entry).items()}
         before = self._db.execute(_PIECES_OF, (entry.key,)).fetchone()
         self._db.execute(_PUT, _values(entry, ids))
         self._drop_pieces(before or ())
+        self._db.execute("DELETE FROM names WHERE entry = ?", (entry.key,))
+        for kind, name in entry.names:
+            values = (entry.namespace, kind, text_bytes(name), entry.key)
+            self._db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?)", values)
 
     def touch(self, use: TouchEntry) -> None:
         self._db.execute(_TOUCH, (use.last_used_at, use.expires_at, use.hits, use.key))
@@ -224,12 +230,11 @@ class EntryTable:
             self._pieces.drop(id_)
 
     def forget(self) -> None:
-        """The tables are not what they were taken for."""
+        """Count the pieces again, because the tables were rolled back."""
         self._pieces.forget()
 
     def read(self) -> list[EntryRow]:
-        """All entries that are as they were put, with their names; ValueError: a row makes no
-        sense."""
+        """All intact entries with their names. Raises ValueError if a row cannot be parsed."""
         names: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for key, kind, name in self._db.execute(
             "SELECT entry, kind, name FROM names ORDER BY rowid"
@@ -241,7 +246,7 @@ class EntryTable:
 
 
 def _contents(entry: EntryRow) -> dict[str, bytes]:
-    """An entry's bytes; those of a conversation that goes on begin with those it had before."""
+    """The contents of an entry. Those of a continued conversation begin with the earlier ones."""
     segments = b"".join(json.dumps(segment).encode() + b"\n" for segment in entry.segments)
     return {
         "packed": entry.packed,
@@ -255,21 +260,21 @@ def _contents(entry: EntryRow) -> dict[str, bytes]:
 def _values(entry: EntryRow, ids: Ids) -> tuple[Any, ...]:
     values = {column: getattr(entry, column, None) for column in _COLUMNS}
     values |= ids
-    values["root"] = entry.namespace  # the column is as old as the first index
+    values["root"] = entry.namespace
     values["kv_root"] = entry.kv_namespace
     values["digest"] = _digest(entry, ids)
     return tuple(values.values())
 
 
 def _digest(entry: EntryRow, ids: Ids) -> bytes:
-    """Of what an entry promises: SQLite's pages have no checksums, and tokens that do not spell
-    their text would be a wrong answer. What a use changes is left out."""
-    ttl_s = None if entry.ttl_s is None else entry.ttl_s + 0.0  # SQLite knows no -0.0
-    # Of an entry without a document, it is the digest of version 4.
+    """A checksum of an entry, without the columns that a use changes. SQLite's pages have no
+    checksums, and tokens that do not match their text would give a wrong answer."""
+    ttl_s = None if entry.ttl_s is None else entry.ttl_s + 0.0  # SQLite has no -0.0
+    # An empty document and a missing KV namespace are left out, as in earlier schema versions.
     named = {column: id_.hex() for column, id_ in ids.items() if id_ or column != "document"}
     promised = (entry.key, entry.namespace.hex(), named, entry.text_tokens)
     everything: list[Any] = [promised, ttl_s, entry.pinned, entry.keyed]
-    if entry.kv_namespace is not None:  # else it is the digest of version 3
+    if entry.kv_namespace is not None:
         everything.append(entry.kv_namespace.hex())
     return blake3(json.dumps(everything).encode()).digest()
 
@@ -277,8 +282,8 @@ def _digest(entry: EntryRow, ids: Ids) -> bytes:
 def _parse(
     row: Sequence[Any], contents: Contents, names: Mapping[str, Sequence[tuple[str, str]]]
 ) -> EntryRow | None:
-    """The entry as it was put; None: it is another."""
-    values = dict(zip(_COLUMNS, typed(row, _TYPES), strict=True))
+    """The entry, or None if its checksum disagrees."""
+    values = dict(zip(_COLUMNS, _typed(row, _TYPES), strict=True))
     ids = {column: values.pop(column) for column in _IN_PIECES}
     found = {column: contents.of(id_) for column, id_ in ids.items()}
     if any(raw is None for raw in found.values()):

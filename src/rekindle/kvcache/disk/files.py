@@ -1,4 +1,4 @@
-"""All that the cache asks of the operating system, relative to one directory handle."""
+"""Wraps the system calls of the cache on the files of one folder."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rekindle.errors import CorruptBlock
-from rekindle.kvcache.codec import Buffer
+from rekindle.memory import Buffer
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
-_CALL_BUFFERS = 16  # what POSIX promises that one call takes
 _CALL_BYTES = 1 << 30  # macOS refuses more than 2 GiB in one call
-_TEMPORARY = ".tmp"
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """The system calls whose failure matters most; tests hand in failing ones."""
+    """The system calls that tests replace by failing ones."""
 
     open: Callable[..., int] = os.open
     preadv: Callable[..., int] = os.preadv
@@ -38,7 +36,7 @@ SYSTEM = Calls()
 
 
 def make_folder(path: Path) -> int:
-    """A handle of a folder that only its owner enters, made if need be; never through a link."""
+    """Open a folder that only its owner can enter, and create it if needed. Follows no link."""
     with suppress(FileExistsError):
         path.mkdir(mode=FOLDER_MODE)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -51,9 +49,9 @@ def make_folder(path: Path) -> int:
     return handle
 
 
-def sync_folder(path: Path) -> None:
-    """Have the names in a folder on disk, too."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(handle)
     finally:
@@ -62,7 +60,7 @@ def sync_folder(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReadFile:
-    """An open file, and its size when it was opened."""
+    """An open file and its size."""
 
     _calls: Calls
     _handle: int
@@ -73,36 +71,34 @@ class ReadFile:
             raise CorruptBlock(f"its file has {self.size_bytes} bytes instead of {size_bytes}")
 
     def read_into(self, buffers: Sequence[bytearray | memoryview], start: int) -> None:
-        """Fill the buffers with what comes from `start` on."""
+        """Fill the buffers with the bytes from `start` on."""
 
         def read(views: Sequence[memoryview], moved_bytes: int) -> int:
             return self._calls.preadv(self._handle, views, start + moved_bytes)
 
         if _transfer(read, buffers) != sum(map(len, buffers)):
-            raise CorruptBlock("its file became shorter while it was read")
+            raise CorruptBlock("its file was truncated while it was read")
 
 
 class Files:
-    """The files of one folder. A name is a plain name: never a path, never a link to follow."""
+    """The files of one folder. Names are plain names, never paths, and links are not followed."""
 
     def __init__(self, path: Path, calls: Calls = SYSTEM) -> None:
         self._calls = calls
         self._folder = make_folder(path)
 
     def close(self) -> None:
-        folder, self._folder = self._folder, -1  # never the number of somebody else's file
+        folder, self._folder = self._folder, -1  # the number may be reused for another file
         if folder >= 0:
             os.close(folder)
-
-    # -- writing -------------------------------------------------------------------------------
 
     def write(self, name: str, parts: Sequence[Buffer]) -> None:
         self.write_all([(name, parts)])
 
     def write_all(self, items: Sequence[tuple[str, Sequence[Buffer]]]) -> None:
-        """Make each file visible whole, or not at all; on return all of them are on disk.
+        """Publish each file whole or not at all. On return all of them are on disk.
 
-        One after the other: writing all before the first fsync was measured, and gained nothing.
+        Writing every file before the first fsync was measured and gained nothing.
         """
         waiting: deque[str] = deque()
         try:
@@ -114,7 +110,7 @@ class Files:
                 waiting.popleft()
         except BaseException:
             for name in waiting:
-                with suppress(OSError):  # the first error is the one to raise; `sweep` comes later
+                with suppress(OSError):  # raise the first error; `sweep` removes the rest later
                     self.unlink(_temporary(name))
             raise
         if items:
@@ -126,8 +122,8 @@ class Files:
             moved_bytes = _transfer(lambda views, _: self._calls.writev(handle, views), parts)
             if moved_bytes != sum(map(len, parts)):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
-            # Before the rename: a crash may lose the file, never tear it. After a failure the
-            # kernel may have dropped the pages, so a second fsync would lie: none is made.
+            # Before the rename: a crash may lose the file but never tear it. A failed fsync is not
+            # repeated, because the kernel may have dropped the pages and would report success.
             self._calls.fsync(handle)
         finally:
             os.close(handle)
@@ -136,7 +132,7 @@ class Files:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         try:
             return self._calls.open(name, flags, FILE_MODE, dir_fd=self._folder)
-        except FileExistsError:  # of a write that failed: a folder has one writer
+        except FileExistsError:  # left by a failed write, because a folder has one writer
             self.unlink(name)
             return self._calls.open(name, flags, FILE_MODE, dir_fd=self._folder)
 
@@ -144,16 +140,16 @@ class Files:
         self._calls.replace(name, new, src_dir_fd=self._folder, dst_dir_fd=folder)
 
     def move(self, name: str, other: Files, new: str) -> None:
-        """Move whatever has this name into another folder."""
+        """Move an item of any type to another folder."""
         self._replace(_plain(name), other._folder, _plain(new))
 
     def unlink(self, name: str) -> None:
-        """Remove a file or a link; one that is not there is fine."""
+        """Remove a file or a link, if it exists."""
         with suppress(FileNotFoundError):
             self._calls.unlink(_plain(name), dir_fd=self._folder)
 
     def discard(self, name: str) -> None:
-        """Remove whatever has this name, a folder with all that is in it too."""
+        """Remove an item of any type; a folder with its content."""
         with suppress(FileNotFoundError):
             status = os.stat(_plain(name), dir_fd=self._folder, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
@@ -162,27 +158,25 @@ class Files:
                 self.unlink(name)
 
     def sync(self) -> None:
-        """Have the names on disk, too."""
+        """Flush the names to disk."""
         self._calls.fsync(self._folder)
 
     def sweep(self) -> None:
-        """Remove what unfinished writes have left."""
+        """Remove the temporary files of unfinished writes."""
         for name in self.sizes():
             if is_temporary(name):
                 self.unlink(name)
 
-    # -- reading -------------------------------------------------------------------------------
-
     def read_into(self, name: str, buffers: Sequence[bytearray | memoryview], size: int) -> None:
         """Fill the buffers with a file of exactly `size` bytes."""
         if sum(map(len, buffers)) != size:
-            raise ValueError("the buffers are not as large as the file")
+            raise ValueError("the buffers do not have the size of the file")
         with self.reading(name) as file:
             file.check_size(size)
             file.read_into(buffers, 0)
 
     def read_start(self, name: str, count: int) -> tuple[bytes, int]:
-        """The first bytes of a file, as many as it has of these, and its size."""
+        """Up to `count` bytes from the start of a file, and its size."""
         with self.reading(name) as file:
             start = bytearray(min(count, file.size_bytes))
             file.read_into([start], 0)
@@ -190,7 +184,7 @@ class Files:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[ReadFile]:
-        # O_NONBLOCK: a FIFO in place of a file would wait for its writer for ever.
+        # O_NONBLOCK: a FIFO in place of a file would block forever.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         handle = self._calls.open(_plain(name), flags, dir_fd=self._folder)
         try:
@@ -202,67 +196,63 @@ class Files:
             os.close(handle)
 
     def scan(self) -> Iterator[tuple[str, bool]]:
-        """Everything there is, in no order: names, and whether it is a regular file."""
+        """All names in any order, and whether each is a regular file. Does not stat."""
         with os.scandir(self._folder) as entries:
             for entry in entries:
                 yield entry.name, entry.is_file(follow_symlinks=False)
 
-    def sizes(self) -> dict[str, int]:
-        """The regular files."""
-        found = {}
+    def _regular_files(self) -> Iterator[tuple[str, os.stat_result]]:
         with os.scandir(self._folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # it has just gone
+                with suppress(FileNotFoundError):  # removed in the meantime
                     status = entry.stat(follow_symlinks=False)
                     if stat.S_ISREG(status.st_mode):
-                        found[entry.name] = status.st_size
-        return found
+                        yield entry.name, status
+
+    def sizes(self) -> dict[str, int]:
+        """The regular files and their sizes."""
+        return {name: status.st_size for name, status in self._regular_files()}
 
     def oldest_first(self) -> list[tuple[str, int]]:
-        """The regular files with their sizes, by when they were last written or touched."""
-        found = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):  # it has just gone
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        found.append((status.st_mtime_ns, entry.name, status.st_size))
-        return [(name, size) for _, name, size in sorted(found)]
+        """The regular files and their sizes, in the order of their last write or touch."""
+        found = sorted(
+            (status.st_mtime_ns, n, status.st_size) for n, status in self._regular_files()
+        )
+        return [(name, size) for _, name, size in found]
 
     def touch(self, name: str) -> None:
-        """It was used just now."""
+        """Mark a file as used now."""
         with suppress(OSError):  # it only looks older than it is
             os.utime(_plain(name), dir_fd=self._folder, follow_symlinks=False)
 
     def names(self) -> list[str]:
-        """Everything there is, of whatever kind, in order."""
-        with os.scandir(self._folder) as entries:
-            return sorted(entry.name for entry in entries)
+        """All names, sorted."""
+        return sorted(name for name, _ in self.scan())
 
     def free_bytes(self) -> int:
-        """What the file system would still give to a user without privileges."""
+        """Free space of the file system for an unprivileged user."""
         system = os.fstatvfs(self._folder)
         return system.f_bavail * system.f_frsize
 
 
 def is_temporary(name: str) -> bool:
-    return name.startswith(".") and name.endswith(_TEMPORARY)
+    return name.startswith(".") and name.endswith(".tmp")
 
 
 def _temporary(name: str) -> str:
-    return f".{name}{_TEMPORARY}"
+    return f".{name}.tmp"
 
 
 def _plain(name: str) -> str:
-    """A path would leave the folder, and an absolute one ignores its handle."""
+    """Refuse a path: it would leave the folder, and an absolute one ignores the folder's handle."""
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError("a file's name is not a path")
     return name
 
 
 def _transfer(call: Callable[[list[memoryview], int], int], buffers: Sequence[Buffer]) -> int:
-    """Move all bytes, or as many as there are before the file ends; a call is given how many have
-    been moved before."""
+    """Call until all bytes are moved or the file ends. Returns the bytes moved; each call is given
+    the number moved so far."""
     views = deque(memoryview(buffer).cast("B") for buffer in buffers if len(buffer))
     moved_bytes = 0
     while views:
@@ -279,11 +269,11 @@ def _transfer(call: Callable[[list[memoryview], int], int], buffers: Sequence[Bu
 
 
 def _window(views: Sequence[memoryview]) -> list[memoryview]:
-    """As much as one call takes."""
+    """The bytes that one call takes: POSIX guarantees 16 buffers."""
     window: list[memoryview] = []
     room = _CALL_BYTES
     for view in views:
-        if not room or len(window) == _CALL_BUFFERS:
+        if not room or len(window) == 16:
             break
         window.append(view[:room])
         room -= len(window[-1])

@@ -1,15 +1,15 @@
-"""The cache folder of one model: who owns it, what is in it, how large it may grow.
+"""Opens the cache folder of one model: takes its lock, recovers it, and limits its size.
 
-<cache_dir>/lock                    held while folders are claimed or removed
+<cache_dir>/lock                    held while folders are locked or removed
 <cache_dir>/secret                  32 random bytes, unless a secret is configured
 <cache_dir>/<model>/lock            held while a process uses this folder
-<cache_dir>/<model>/model           what the model was called
-<cache_dir>/<model>/index.db        the index; beside it its backup, and a damaged one
+<cache_dir>/<model>/model           the name of the model
+<cache_dir>/<model>/index.db        the index, its backup, and an index that was set aside
 <cache_dir>/<model>/learnt          what eviction has learned
 <cache_dir>/<model>/seal            a digest of the configured secret; absent: the cache's own
 <cache_dir>/<model>/blocks/         the block files
-<cache_dir>/<model>/pictures/       encoded pictures, of a model that sees any
-<cache_dir>/<model>/aside/          bad files, kept for a look at them
+<cache_dir>/<model>/pictures/       encoded images of a vision model
+<cache_dir>/<model>/aside/          bad files, kept for inspection
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from rekindle.errors import FolderLocked, IndexDamaged
+from rekindle.errors import FolderLocked, IndexDamaged, IndexOutdated
 from rekindle.kvcache.disk.block_files import BlockFiles
-from rekindle.kvcache.disk.files import Files, make_folder, sync_folder
-from rekindle.kvcache.disk.index_db import BACKUP, EntryRow, IndexDb, RawBlock, beside
+from rekindle.kvcache.disk.entry_table import EntryRow, RawBlock
+from rekindle.kvcache.disk.files import Files, make_folder, sync_path
+from rekindle.kvcache.disk.index_db import BACKUP, IndexDb, beside
 from rekindle.kvcache.disk.policy_state import PolicyState, read_policy_state
 from rekindle.kvcache.disk.recovery import OpenIndex, Recovery, recover
 from rekindle.kvcache.disk.secret import read_secret
 
 INDEX = "index.db"
-QUARANTINE = "aside"  # what it was called when folders of this layout were first written
+QUARANTINE = "aside"
 _LOCK = "lock"
 _NAME = "model"
 _SEAL = "seal"
-_MODEL_DIGITS = 32
-_MODEL = re.compile(f"[0-9a-f]{{{_MODEL_DIGITS}}}")
+_MODEL = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(slots=True)
 class Folder:
-    """A folder that this process owns until it closes it."""
+    """A folder that is locked for this process until it is closed."""
 
     path: Path
     block_files: BlockFiles
     index_db: IndexDb
     limit_bytes: int
     recovery: Recovery
-    superseded_bytes: int  # in folders of this model that cannot be used as it is served now
+    superseded_bytes: int  # in folders of this model that its current settings cannot use
     policy_state: PolicyState  # of the previous process
     _resources: ExitStack = field(repr=False)
     _listed: OpenIndex | None = field(repr=False)
 
     def take_listed(self) -> tuple[list[RawBlock], list[EntryRow]]:
-        """What the index lists: blocks, parents first, and entries. They were read when it was
-        opened; whoever takes them first has those, and they are kept no longer."""
+        """The blocks, parents first, and the entries. The first call returns the rows that were
+        read when the index was opened, so that they do not stay in memory."""
         listed, self._listed = self._listed, None
         if listed is not None:
             return listed.blocks, listed.entries
@@ -78,27 +78,27 @@ def open_folder(
     served: Sequence[str] = ("",),
     secret: bytes | None = None,
 ) -> Folder:
-    """Own a model's folder, or raise FolderLocked; `limit_bytes` is for all of `cache_dir`.
+    """Lock and open a model's folder, or raise FolderLocked. `limit_bytes` is for all of
+    `cache_dir`.
 
-    `secret` is the configured one; without it the folder has its own. `served` are
-    the models of this server, this one's first; the others open folders of their own, which are
-    known by what they were called last time.
+    `secret` is the configured one. `served` are the models of this server, this one first. The
+    folders of the others are recognised by the names that they had last time.
     """
     configured, secret = secret, read_secret(cache_dir, secret)
     home = cache_dir.resolve()
-    # Another secret is another folder: under it nothing in this one could be found or verified.
-    path = home / blake3(identity + (configured or b"")).hexdigest()[:_MODEL_DIGITS]
+    # Another secret gets another folder, because it could not verify anything in this one.
+    path = home / blake3(identity + (configured or b"")).hexdigest()[:32]
     with ExitStack() as resources:
         with gate(home):
             lock = _claim_new(path)
             resources.callback(os.close, lock)
-            limit, superseded_bytes = _make_way(path, served, limit_bytes)
+            limit, superseded_bytes = _make_room(path, served, limit_bytes)
         _write_name(path / _NAME, served[0])
         if configured is not None:
             _write_name(path / _SEAL, _seal(configured))
         _touch(lock)
         resources.callback(_touch, lock)
-        block_files = open_block_files(path, secret, resources)
+        block_files = open_block_files(path, secret, resources, min(64 << 20, limit // 16))
         index, recovery = recover(block_files, path / INDEX)
         resources.callback(index.index_db.close)
         return Folder(
@@ -115,7 +115,7 @@ def open_folder(
 
 
 def secret_of(path: Path, configured: bytes | None) -> bytes | None:
-    """The secret that a folder's blocks are sealed with; None: it is one that is not known here."""
+    """The secret that a folder's blocks are sealed with, or None if it is unknown."""
     try:
         seal = (path / _SEAL).read_text()
     except OSError:
@@ -127,19 +127,18 @@ def _seal(secret: bytes) -> str:
     return blake3(secret, derive_key_context="rekindle cache folder seal 1").hexdigest()
 
 
-def open_block_files(path: Path, secret: bytes, resources: ExitStack) -> BlockFiles:
+def open_block_files(
+    path: Path, secret: bytes, resources: ExitStack, max_quarantine_bytes: int = 64 << 20
+) -> BlockFiles:
     blocks, quarantine = Files(path / "blocks"), Files(path / QUARANTINE)
     resources.callback(blocks.close)
     resources.callback(quarantine.close)
-    return BlockFiles(blocks, secret, quarantine)
-
-
-# -- owning --------------------------------------------------------------------------------------
+    return BlockFiles(blocks, secret, quarantine, max_quarantine_bytes)
 
 
 @contextmanager
 def gate(home: Path) -> Iterator[None]:
-    """One process at a time claims or removes folders: a look at one is not taken for a claim."""
+    """Let one process at a time lock or remove folders."""
     handle = _open_lock(home / _LOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -149,7 +148,7 @@ def gate(home: Path) -> Iterator[None]:
 
 
 def claim(folder: Path) -> int:
-    """A handle that owns this folder while it is open. Ask within the gate."""
+    """Lock a folder while the returned handle is open. Call within `gate`."""
     handle = _open_lock(folder / _LOCK)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,12 +167,12 @@ def claim(folder: Path) -> int:
 def _claim_new(folder: Path) -> int:
     os.close(make_folder(folder))
     handle = claim(folder)
-    sync_folder(folder.parent)
+    sync_path(folder.parent)
     return handle
 
 
 def _touch(lock: int) -> None:
-    """The model was used just now."""
+    """Mark the model as used now."""
     with suppress(OSError):  # it only looks older than it is
         os.utime(lock)
 
@@ -182,11 +181,8 @@ def _open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-# -- the other models of this cache --------------------------------------------------------------
-
-
 def model_folders(home: Path) -> list[Path]:
-    """What looks like a model's folder of ours; everything else is left alone."""
+    """The model folders of this cache. Everything else is left alone."""
     return sorted(path for path in home.iterdir() if _is_ours(path))
 
 
@@ -198,8 +194,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def _write_name(path: Path, name: str) -> None:
-    """Note what the model is called, for the other models of a server to know its folder by."""
-    with suppress(OSError):  # it only counts as idle then
+    """Write the model's name, by which other models of the server recognise its folder."""
+    with suppress(OSError):  # the folder then counts as idle
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(name.encode(errors="surrogateescape"))
@@ -214,10 +210,10 @@ def _read_name(path: Path) -> str:
         return ""
 
 
-def _make_way(mine: Path, served: Sequence[str], limit_bytes: int) -> tuple[int, int]:
-    """What this folder may take, and what state takes that its model can no longer use.
+def _make_room(mine: Path, served: Sequence[str], limit_bytes: int) -> tuple[int, int]:
+    """Trim other folders. Returns the limit of this folder, and the bytes in superseded ones.
 
-    Idle models take at most half of all there is, the rest is shared by those served. State of this
+    Idle models take at most half of the limit, and the served models share the rest. State of this
     model from another engine, KV type or secret takes at most half of its share.
     """
     named = {path: _read_name(path / _NAME) for path in model_folders(mine.parent) if path != mine}
@@ -228,8 +224,8 @@ def _make_way(mine: Path, served: Sequence[str], limit_bytes: int) -> tuple[int,
     return max(share - superseded_bytes, 0), superseded_bytes
 
 
-def _trim(folders: Sequence[Path], most_bytes: int) -> int:
-    """Remove those that nobody uses until they take no more; what they take in the end."""
+def _trim(folders: Sequence[Path], max_bytes: int) -> int:
+    """Remove unused folders, oldest first, down to `max_bytes`. Returns the bytes that remain."""
     with ExitStack() as claims:
         sizes: dict[Path, int] = {}
         for folder in folders:
@@ -237,7 +233,7 @@ def _trim(folders: Sequence[Path], most_bytes: int) -> int:
                 claims.callback(os.close, claim(folder))
                 sizes[folder] = used_bytes(folder)
         for folder in sorted(sizes, key=lambda folder: (folder / _LOCK).stat().st_mtime_ns):
-            if sum(sizes.values()) <= most_bytes:
+            if sum(sizes.values()) <= max_bytes:
                 break
             if not _may_have_pins(folder / INDEX):
                 _remove(folder)
@@ -254,11 +250,13 @@ def used_bytes(folder: Path) -> int:
 
 
 def _may_have_pins(index: Path) -> bool:
-    """Whether a promise might be broken by removing this; when in doubt it might."""
+    """Whether removing this index might break a promise. In doubt it might."""
     if not index.exists():
         return beside(index, BACKUP).exists()
     try:
         index_db = IndexDb(index)
+    except IndexOutdated:  # no version that is still around can read its pins
+        return False
     except (OSError, sqlite3.Error, IndexDamaged):
         return True
     try:
@@ -270,7 +268,7 @@ def _may_have_pins(index: Path) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """The lock goes last: until then what is left still looks like ours, and is removed later."""
+    """Remove the lock last, so that an interrupted removal can be finished later."""
     with suppress(OSError):
         for path in folder.iterdir():
             if stat.S_ISDIR(path.lstat().st_mode):

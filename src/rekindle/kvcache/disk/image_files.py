@@ -1,7 +1,7 @@
-"""Encoded pictures as files: sealed like blocks, verified when they are read, within a budget.
+"""Stores encoded images as files that are sealed like blocks, within a byte budget.
 
-They lie beside the blocks of the same model and have no index: a file's name says whose picture it
-is, its size and its last use are the file system's. One thread reads and writes them.
+The files have no index. The name is the image's key, and the file system knows the size and the
+last use. One thread reads and writes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from rekindle.kvcache.block import KEY_BYTES
 from rekindle.kvcache.codec import (
     HEADER_BYTES,
     MAC_BYTES,
-    Buffer,
     Record,
     parse_header,
     record_bytes,
@@ -30,15 +29,15 @@ from rekindle.kvcache.codec import (
     verify,
 )
 from rekindle.kvcache.disk.files import Files
+from rekindle.lru import ByteLru
+from rekindle.memory import Buffer
 from rekindle.tokens import Tokens
 
 log = logging.getLogger("rekindle.cache")
 
 FOLDER = "pictures"
-MOST_QUEUE_BYTES = 64 << 20  # that wait to be written; more are not kept
-LAST_WRITES_S = 10.0  # for what is queued when the files are closed
 _NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}")
-_OWNER = bytes(KEY_BYTES)  # of all records: no block has this namespace, so none is taken for one
+_NAMESPACE = bytes(KEY_BYTES)  # of all records; no block has it, so an image never passes for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +51,16 @@ class EncodedPicture:
 
 @dataclass(frozen=True, slots=True)
 class PictureRead:
-    """What a read brought; None: the file is gone or bad."""
+    """The result of a read. `picture` is None if the file is missing or damaged."""
 
     key: bytes
     picture: EncodedPicture | None
 
 
 class PictureFiles:
-    """Any thread may ask; what it asks for is done on one of its own."""
+    """Any thread may call it. Files are read and written on a thread of its own."""
+
+    MAX_QUEUE_BYTES = 64 << 20  # images are not stored while this much waits to be written
 
     def __init__(
         self,
@@ -70,13 +71,12 @@ class PictureFiles:
         limit_bytes: int,
         floor_bytes: int = 0,
     ) -> None:
-        """`floor_bytes` of the disk are left free."""
-        self.limit_bytes = limit_bytes
+        """`floor_bytes` of the disk stay free."""
         self._floor_bytes = floor_bytes
         self._secret = secret
         self._on_read = on_read
         self._files = Files(folder / FOLDER)
-        self._sizes: dict[bytes, int] = {}  # least recently used first
+        self._sizes: ByteLru[bytes, int] = ByteLru(limit_bytes, int)
         self._lock = threading.Lock()  # for sizes and queue
         self._queued_bytes = 0
         self._is_listed = False
@@ -85,85 +85,85 @@ class PictureFiles:
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
-            return sum(self._sizes.values())
+        return self._sizes.used_bytes
 
     def holds(self, key: bytes) -> bool:
-        """Whether a read may bring it: until the folder is listed, any may be there."""
+        """Whether a read may find the image. Until the folder is listed, any image may exist."""
         return key in self._sizes or not self._is_listed
 
     def read(self, key: bytes) -> None:
-        """Have a picture read; `on_read` is called with it."""
+        """Start reading an image. `on_read` is called with the result."""
         self._worker.submit(self._guarded, self._read, key)
 
     def write(self, key: bytes, picture: EncodedPicture) -> None:
-        """Keep a picture, unless too much is waiting to be written already."""
+        """Store an image, unless the queue is full."""
         size = len(picture.vectors)
         with self._lock:
-            is_kept = self._queued_bytes + size <= MOST_QUEUE_BYTES
-            self._queued_bytes += size if is_kept else 0
-        if is_kept:
+            has_room = self._queued_bytes + size <= self.MAX_QUEUE_BYTES
+            self._queued_bytes += size if has_room else 0
+        if has_room:
             self._worker.submit(self._guarded, self._write, key, picture)
 
     def close(self) -> None:
-        """Write what is queued; a disk that hangs is not waited for."""
+        """Finish queued writes. A disk that hangs is not waited for longer than 10 seconds."""
         last = self._worker.submit(self._files.close)
         self._worker.shutdown(wait=False)
-        wait([last], LAST_WRITES_S)
-
-    # -- the thread ----------------------------------------------------------------------------
+        wait([last], 10.0)
 
     def _guarded(self, work: Callable[..., None], *about: object) -> None:
         try:
             work(*about)
-        except Exception:  # a cache that cannot be used is no reason to fail a turn
-            log.exception("encoded pictures: %s failed", work.__name__)
+        except Exception:  # a broken cache must not fail a turn
+            log.exception("encoded images: %s failed", work.__name__)
 
     def _list(self) -> None:
-        """What an earlier process has left, within the budget of this one."""
+        """List the files of earlier processes, within the current budget."""
         try:
             self._files.sweep()
-            found = self._files.oldest_first()
-            with self._lock:
-                self._sizes = {bytes.fromhex(n): size for n, size in found if _NAME.fullmatch(n)}
-            self._make_room(0)
+            for name, size in self._files.oldest_first():
+                if _NAME.fullmatch(name):
+                    self._add(bytes.fromhex(name), size)
         finally:
             self._is_listed = True
 
-    def _make_room(self, size_bytes: int) -> None:
-        while self._sizes and self.used_bytes + size_bytes > self.limit_bytes:
-            self._remove(next(iter(self._sizes)))
+    def _add(self, key: bytes, size: int) -> None:
+        with self._lock:
+            evicted = self._sizes.put(key, size)
+        for each in evicted:
+            self._files.unlink(each.hex())
 
     def _remove(self, key: bytes) -> None:
         self._files.unlink(key.hex())
         with self._lock:
-            self._sizes.pop(key, None)
+            self._sizes.remove(key)
 
     def _write(self, key: bytes, picture: EncodedPicture) -> None:
         with self._lock:
             self._queued_bytes -= len(picture.vectors)
         shape = Tokens.of([picture.rows, picture.width])
-        parts = seal(Record(_OWNER, key, shape, picture.vectors, exact=False), self._secret)
+        record = Record(_NAMESPACE, key, shape, picture.vectors, exact=False)
+        parts = seal(record, self._secret)
         size = sum(map(len, parts))
-        if size > self.limit_bytes or self._files.free_bytes() - size < self._floor_bytes:
+        if size > self._sizes.limit_bytes or self._files.free_bytes() - size < self._floor_bytes:
             return
-        self._remove(key)
-        self._make_room(size)
-        self._files.write(key.hex(), parts)
-        with self._lock:
-            self._sizes[key] = size
+        self._add(key, size)  # before the write, so that the budget holds at any time
+        try:
+            self._files.write(key.hex(), parts)
+        except BaseException:
+            self._remove(key)
+            raise
 
     def _read(self, key: bytes) -> None:
         picture = None
         try:
             picture = self._verified(key)
             self._files.touch(key.hex())
-            with self._lock:  # the most recently used one is the last
-                self._sizes[key] = self._sizes.pop(key)
+            with self._lock:
+                self._sizes.get(key)
         except FileNotFoundError:
             self._remove(key)
         except CorruptBlock as error:
-            log.warning("an encoded picture is damaged and encoded again: %s", error)
+            log.warning("an encoded image is damaged and will be encoded again: %s", error)
             with suppress(OSError):
                 self._remove(key)
         finally:
@@ -179,7 +179,7 @@ class PictureFiles:
         vectors = np.empty(header.blob_bytes, np.uint8).data
         self._files.read_into(key.hex(), (raw, packed, vectors, mac), size)
         record = verify(raw, packed, vectors, mac, self._secret)
-        if record.parent != key or record.namespace != _OWNER or len(record.tokens) != 2:
-            raise CorruptBlock("it is another picture than its name says")
+        if record.parent != key or record.namespace != _NAMESPACE or len(record.tokens) != 2:
+            raise CorruptBlock("it is another image than its name says")
         rows, width = record.tokens
         return EncodedPicture(rows, width, record.blob)

@@ -1,4 +1,4 @@
-"""The index on disk: which blocks there are, and the entries and names that were promised."""
+"""The SQLite index of a cache folder: its blocks, and the entries and names that were promised."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from rekindle.errors import IndexDamaged
-from rekindle.kvcache.disk import entry_table, index_upgrade, pieces
+from rekindle.errors import IndexDamaged, IndexOutdated
+from rekindle.kvcache.disk import entry_table, pieces
 from rekindle.kvcache.disk.entry_table import (
     BlockRow,
     Change,
@@ -25,23 +25,10 @@ from rekindle.kvcache.disk.entry_table import (
     SetMeta,
     TouchEntry,
 )
-
-__all__ = [
-    "BlockRow",
-    "Change",
-    "DropBlock",
-    "DropEntry",
-    "DropName",
-    "EntryRow",
-    "IndexDb",
-    "PutBlock",
-    "PutEntry",
-    "RawBlock",
-    "SetMeta",
-    "TouchEntry",
-]
+from rekindle.kvcache.disk.files import sync_path
 
 SCHEMA_VERSION = "5"
+OLDER_VERSIONS = ("1", "2", "3", "4")
 _SCHEMA = f"""
 BEGIN IMMEDIATE; {entry_table.BLOCK_SCHEMA} {entry_table.ENTRY_SCHEMA}
 {entry_table.NAMES_SCHEMA} {pieces.SCHEMA}
@@ -51,16 +38,15 @@ COMMIT;
 _DANGLING = (
     "SELECT root, kind, name FROM names WHERE entry NOT IN (SELECT key FROM entries) ORDER BY rowid"
 )
-_CLOSED = "closed"  # in `meta`: whether the last to use it has closed it
+_CLOSED = "closed"  # key in `meta`: whether the last user has closed the index
 SIDECARS = ("-wal", "-shm", "-journal")
 BACKUP = ".bak"
-_TIMEOUT_S = 5.0
-# Our own statements are no errors, so SQLITE_ERROR is a table or a column that is not there.
+# Our statements are correct, so SQLITE_ERROR means that a table or a column is missing.
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 
-# One process owns the folder: an exclusive lock needs no shared memory, so there is no mapped file
-# whose truncation would end the process. `fullfsync` is macOS's real fsync; it covers the blocks
-# that were written before, too. A small log puts little at risk and stays within the budget.
+# One process owns the folder. With an exclusive lock SQLite needs no shared memory, so no mapped
+# file can be truncated under the process. `fullfsync` is macOS's real fsync, which also covers the
+# block files that were written before. A small log risks little and stays within the budget.
 _PRAGMAS = """
 PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;
 PRAGMA fullfsync = ON; PRAGMA wal_autocheckpoint = 64; PRAGMA journal_size_limit = 524288;
@@ -69,22 +55,20 @@ PRAGMA trusted_schema = OFF; PRAGMA cell_size_check = ON;
 
 
 class IndexDb:
-    """A SQLite file, made when it is missing. One thread at a time.
+    """A SQLite file that is created when it is missing. Used by one thread at a time.
 
-    A file that is there but not whole, or not ours, is IndexDamaged; any other trouble is an
-    OSError or a sqlite3.Error and says nothing against the file.
+    Raises IndexDamaged if the file is not a whole index of ours. An OSError or another
+    sqlite3.Error says nothing about the file.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._copied_changes = -1  # how many there had been at the last copy
+        self._copied_changes = -1  # number of changes at the last backup
         self._is_in_use = False
-        self._has_failed = False  # a commit: what it was about is not in here
+        self._has_failed = False  # a commit failed, so its changes are missing here
         is_new = _make_private(path)
-        self._db = sqlite3.connect(
-            path, timeout=_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
-        self._db.text_factory = bytes.decode  # its error is a ValueError, as for any bad row
+        self._db = sqlite3.connect(path, timeout=5.0, isolation_level=None, check_same_thread=False)
+        self._db.text_factory = bytes.decode  # raises ValueError, as other bad rows do
         self._entries = EntryTable(self._db)
         try:
             with _raising_damage():
@@ -103,23 +87,22 @@ class IndexDb:
         if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
             raise IndexDamaged("it has no tables")
         version = self.meta("schema")
-        if version in index_upgrade.UPGRADED:
-            index_upgrade.upgrade(self._db, version)
-        elif version != SCHEMA_VERSION:
-            raise IndexDamaged("it is of another version")
+        if version != SCHEMA_VERSION:
+            error = IndexOutdated if version in OLDER_VERSIONS else IndexDamaged
+            raise error(f"it has schema version {version}, and this server needs {SCHEMA_VERSION}")
 
     def begin_use(self) -> bool:
-        """From here on files may change before their rows do. Whether rows and files were in step
-        so far: whoever used them last has closed this with every change in it."""
+        """Allow files to change before their rows. Returns whether rows and files agreed so far,
+        because the last user closed the index with every change in it."""
         was_closed = self.meta(_CLOSED) == "yes"
-        with suppress(sqlite3.Error):  # nothing can be written, so nothing gets out of step
+        with suppress(sqlite3.Error):  # without writes, rows and files keep agreeing
             self.commit([SetMeta(_CLOSED, "no")])
             self._is_in_use = True
         return was_closed
 
     def close(self) -> None:
-        """Move the log into the file, and let go of it."""
-        with suppress(sqlite3.Error):  # the log is as good; the next opening reads it
+        """Move the log into the file and close it."""
+        with suppress(sqlite3.Error):  # the next opening reads the log
             if self._is_in_use and not self._has_failed:
                 self.commit([SetMeta(_CLOSED, "yes")])
             self._checkpoint()
@@ -128,18 +111,16 @@ class IndexDb:
     def _checkpoint(self) -> None:
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    # -- reading -------------------------------------------------------------------------------
-
     def meta(self, key: str) -> str | None:
         found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return None if found is None else str(found[0])
 
     def blocks(self) -> list[BlockRow]:
-        """All blocks in the order in which they first came."""
+        """All blocks in the order in which they were first added."""
         return [entry_table.parse_block(raw) for raw in self.raw_blocks()]
 
     def raw_blocks(self) -> list[RawBlock]:
-        """The same, as quickly as they can be read."""
+        """The same as tuples, which is fast for millions of rows."""
         with _raising_damage():
             return list(map(entry_table.parse_raw, self._db.execute(entry_table.SELECT_BLOCKS)))
 
@@ -149,7 +130,7 @@ class IndexDb:
             return self._entries.read()
 
     def dangling_names(self) -> list[DropName]:
-        """For each name whose entry is not there, the change that drops it."""
+        """The changes that drop the names whose entries are missing."""
         with _raising_damage():
             found = self._db.execute(_DANGLING)
             return [
@@ -158,7 +139,7 @@ class IndexDb:
             ]
 
     def problems(self) -> list[str]:
-        """What SQLite's full check finds."""
+        """The findings of SQLite's full integrity check."""
         with _raising_damage():
             return self._problems("integrity_check")
 
@@ -167,10 +148,8 @@ class IndexDb:
         found = [" ".join(str(row[0]).split()) for row in lines]
         return [] if found == ["ok"] else found
 
-    # -- writing -------------------------------------------------------------------------------
-
     def commit(self, changes: Iterable[Change]) -> None:
-        """All of it, on disk on return, or nothing of it."""
+        """Apply all changes or none. On return they are on disk."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for change in changes:
@@ -179,7 +158,7 @@ class IndexDb:
         except BaseException:
             self._has_failed = True
             self._entries.forget()
-            if self._db.in_transaction:  # after some errors SQLite has rolled back by itself
+            if self._db.in_transaction:  # after some errors SQLite has rolled back already
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
             raise
@@ -203,11 +182,11 @@ class IndexDb:
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def backup(self) -> None:
-        """Keep a copy beside the index, whole or not at all; unless nothing has changed since."""
+        """Publish a whole copy next to the index, unless nothing has changed since the last one."""
         changes = self._db.total_changes
         if changes == self._copied_changes and beside(self._path, BACKUP).exists():
             return
-        self._checkpoint()  # so that a lost log never leaves the index older than its copy
+        self._checkpoint()  # otherwise a lost log could leave the index older than its backup
         new = beside(self._path, f"{BACKUP}.tmp")
         new.unlink(missing_ok=True)
         try:
@@ -228,22 +207,15 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def publish(new: Path, path: Path) -> None:
-    """Give a finished file its name, on disk."""
-    _sync(new)  # before the rename: a crash may lose the new file, never tear the old
+    """Rename a finished file and flush the rename to disk."""
+    sync_path(new)  # before the rename: a crash may lose the new file but never tear the old one
     new.replace(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_path(path.parent)
 
 
 def _make_private(path: Path) -> bool:
-    """Whether the file had to be made. SQLite would let others read it, and would follow links."""
+    """Create the file with private permissions; SQLite would let others read it and follow links.
+    Returns False if it exists."""
     for each in (path, *(beside(path, suffix) for suffix in SIDECARS)):
         with suppress(FileNotFoundError):
             if not stat.S_ISREG(each.lstat().st_mode):
@@ -261,9 +233,9 @@ def _raising_damage() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without its extension
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code
         if code not in _DAMAGE:
             raise
         raise IndexDamaged(str(error)) from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise IndexDamaged(f"a row makes no sense: {error}") from error
+        raise IndexDamaged(f"a row cannot be parsed: {error}") from error

@@ -1,4 +1,5 @@
-"""What entries say, in pieces: a conversation that goes on shares all but its end with the last."""
+"""Stores the contents of entries in pieces, so that a continued conversation writes only its
+end."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import NamedTuple
 
 from blake3 import blake3
 
-PIECE_BYTES = 3968  # with its ids, what one page of SQLite takes
-NOTHING = b""  # the id of no bytes at all
+PIECE_BYTES = 3968  # with its ids it fills one page of SQLite
+NOTHING = b""  # the id of empty contents
 
 SCHEMA = """
 CREATE TABLE pieces (id BLOB PRIMARY KEY, parent BLOB NOT NULL, data BLOB NOT NULL);
@@ -17,13 +18,13 @@ CREATE TABLE pieces (id BLOB PRIMARY KEY, parent BLOB NOT NULL, data BLOB NOT NU
 
 
 class Piece(NamedTuple):
-    id: bytes  # a digest of all bytes up to its end
+    id: bytes  # a digest of all contents up to its end
     parent: bytes  # the id of the piece before it
     data: bytes
 
 
 def cut(content: bytes) -> list[Piece]:
-    """Equal beginnings are equal pieces."""
+    """Split contents. Equal prefixes give equal pieces."""
     pieces: list[Piece] = []
     parent = NOTHING
     for start in range(0, len(content), PIECE_BYTES):
@@ -38,10 +39,11 @@ def _id(parent: bytes, data: bytes) -> bytes:
 
 
 class Pieces:
-    """The table of pieces. Called within a transaction of the index; `forget` after a failed one.
+    """The table of pieces. Used within a transaction of the index; call `forget` after a failed
+    one.
 
-    How often each is used is counted in memory alone: written beside the bytes, a use would cost
-    as much as they do.
+    Uses are counted in memory only. A count next to the data would cost as much as writing the
+    data.
     """
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -49,7 +51,7 @@ class Pieces:
         self._uses: Counter[bytes] | None = None
 
     def put(self, content: bytes) -> bytes:
-        """Store what is not here yet; the id of all of it, used once more."""
+        """Store the missing pieces, count one use, and return the id of the contents."""
         uses, pieces = self._counted(), cut(content)
         known = next((n for n in range(len(pieces), 0, -1) if pieces[n - 1].id in uses), 0)
         for piece in pieces[known:]:
@@ -65,7 +67,7 @@ class Pieces:
             self._counted()[id_] += 1
 
     def drop(self, id_: bytes) -> None:
-        """Undo one use; what nobody uses any more goes."""
+        """Undo one use, and remove pieces that nobody uses any more."""
         uses = self._counted()
         if uses[id_] > 0:
             uses[id_] -= 1
@@ -82,7 +84,7 @@ class Pieces:
                 uses[id_] -= 1
 
     def forget(self) -> None:
-        """Count again: the table is not what was counted."""
+        """Count again at the next use, because the table has changed."""
         self._uses = None
 
     def _counted(self) -> Counter[bytes]:
@@ -93,7 +95,8 @@ class Pieces:
         return self._uses
 
     def _count(self) -> Counter[bytes]:
-        """Uses of what can be read; the rest goes, or nothing that begins with it could be kept."""
+        """Count the uses of complete pieces. Others are removed, because contents that begin with
+        them could not be stored otherwise."""
         parents = Contents(self._db).parents()
         for (id_,) in self._db.execute("SELECT id FROM pieces").fetchall():
             if id_ not in parents:
@@ -106,14 +109,14 @@ class Pieces:
 
 
 class Contents:
-    """All pieces that are what their ids say, to be put together."""
+    """All pieces whose data match their ids, to be joined."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         found = map(Piece._make, db.execute("SELECT id, parent, data FROM pieces"))
         self._pieces = {each.id: each for each in found if _id(each.parent, each.data) == each.id}
 
     def of(self, id_: bytes) -> bytes | None:
-        """The bytes with this id; None: some of them are gone."""
+        """The contents with this id, or None if a piece is missing."""
         parts: list[bytes] = []
         while id_ != NOTHING:
             piece = self._pieces.get(id_)
@@ -124,12 +127,12 @@ class Contents:
         return b"".join(reversed(parts))
 
     def parents(self) -> dict[bytes, bytes]:
-        """The id of the piece before, for each of which all before it is here."""
+        """The parent of each piece whose whole prefix is here."""
         after: dict[bytes, list[bytes]] = defaultdict(list)
         for piece in self._pieces.values():
             after[piece.parent].append(piece.id)
         whole, ends = dict[bytes, bytes](), [NOTHING]
-        for end in ends:  # grows as it is walked
+        for end in ends:  # the list grows while it is walked
             whole |= dict.fromkeys(after[end], end)
             ends += after[end]
         return whole

@@ -1,4 +1,4 @@
-"""Bringing index and files back to saying the same, whatever happened to either."""
+"""Opens the index of a folder and repairs every difference between the index and the files."""
 
 from __future__ import annotations
 
@@ -6,54 +6,52 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rekindle.errors import CorruptBlock, IndexDamaged
 from rekindle.kvcache.block import packed_chain_key
 from rekindle.kvcache.disk.block_files import BlockFiles
-from rekindle.kvcache.disk.entry_table import parse_block
-from rekindle.kvcache.disk.index_db import (
-    BACKUP,
-    SIDECARS,
+from rekindle.kvcache.disk.entry_table import (
     BlockRow,
     Change,
     DropBlock,
     EntryRow,
-    IndexDb,
     PutBlock,
     RawBlock,
-    beside,
-    publish,
+    parse_block,
 )
+from rekindle.kvcache.disk.index_db import BACKUP, SIDECARS, IndexDb, beside, publish
 
 DAMAGED = ".damaged"
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What opening a folder found and did."""
+    """What was found and repaired while a folder was opened."""
 
-    adopted: int = 0  # files that the index did not know, or knew otherwise
+    adopted: int = 0  # files that were missing in the index, or different there
     lost: int = 0  # rows whose block cannot be reached any more
-    quarantined: int = 0  # bad files taken out of use
-    removed: int = 0  # files that nothing leads to
+    quarantined: int = 0  # bad files
+    removed: int = 0  # files that no chain leads to
     rebuilt: bool = False  # the index was damaged or missing
     restored_from_backup: bool = False
+    damage: str = field(default="", compare=False)  # why the old index could not be used
+    set_aside: Path | None = field(default=None, compare=False)  # where the old index is now
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Where index and files disagree."""
+    """The differences between index and files."""
 
     adopted: tuple[BlockRow, ...]  # parents first
     lost: tuple[bytes, ...]
-    unreachable: tuple[bytes, ...]  # files, good ones, that no chain leads to
-    changes: tuple[Change, ...]  # after which the index is right, and in order
+    unreachable: tuple[bytes, ...]  # good files that no chain leads to
+    changes: tuple[Change, ...]  # that repair the index
 
 
 def compare(rows: Iterable[BlockRow], found: Mapping[bytes, BlockRow]) -> Census:
-    """Compare what the index says with the blocks that files hold; changes nothing."""
+    """Compare the rows with the blocks that were found in files. Changes nothing."""
     known = {row.key: row for row in rows}
     reached = {row.key: row for row in _reachable(found)}
     adopted = tuple(row for key, row in reached.items() if not _agree(known.get(key), row))
@@ -67,12 +65,12 @@ def compare(rows: Iterable[BlockRow], found: Mapping[bytes, BlockRow]) -> Census
 
 
 def _agree(known: BlockRow | None, found: BlockRow) -> bool:
-    """A block replaced by an exact one just before the end is better than its row says."""
+    """A block that was replaced by an exact one just before a crash is better than its row."""
     return known is not None and (known == found or replace(known, exact=True) == found)
 
 
 def _is_in_order(rows: Iterable[BlockRow]) -> bool:
-    """Whether parents come before their children, as whoever loads an index expects."""
+    """Whether parents come before their children, as loading requires."""
     seen: set[bytes] = set()
     for row in rows:
         if row.parent != row.namespace and row.parent not in seen:
@@ -82,50 +80,56 @@ def _is_in_order(rows: Iterable[BlockRow]) -> bool:
 
 
 def _reachable(found: Mapping[bytes, BlockRow]) -> list[BlockRow]:
-    """The blocks whose chain leads up to their namespace, parents first."""
-    below: dict[bytes, list[BlockRow]] = defaultdict(list)
+    """The blocks whose chain leads to their namespace, parents first."""
+    children: dict[bytes, list[BlockRow]] = defaultdict(list)
     for row in found.values():
-        below[row.parent].append(row)
+        children[row.parent].append(row)
     reached = [row for row in found.values() if row.parent == row.namespace]
-    for row in reached:  # grows as it is walked
-        reached.extend(child for child in below[row.key] if child.namespace == row.namespace)
+    for row in reached:  # the list grows while it is walked
+        reached.extend(child for child in children[row.key] if child.namespace == row.namespace)
     return reached
 
 
 @dataclass(slots=True)
 class OpenIndex:
-    """An index and what it lists: there may be millions of rows, and they are read once."""
+    """An index and its rows, which are read only once because there may be millions."""
 
     index_db: IndexDb
     blocks: list[RawBlock]
     entries: list[EntryRow]
-    replaced: bool = False  # it took the place of another
-    restored: bool = False  # it is the copy of that one
+    is_new: bool = False  # it replaces an index that was damaged or missing
+    is_restored: bool = False  # from the backup
+    damage: str = ""  # why the old index could not be used
 
 
 def recover(block_files: BlockFiles, index: Path) -> tuple[OpenIndex, Recovery]:
-    """Open the index, made anew if need be, and have it agree with the files."""
-    is_there = _is_there(index)
+    """Open or create the index, and make it agree with the files."""
     opened = open_index(index)
     try:
         done = reconcile(block_files, opened)
     except BaseException:
         opened.index_db.close()
         raise
-    rebuilt = opened.replaced and (is_there or opened.restored or done.adopted > 0)
-    return opened, replace(done, rebuilt=rebuilt, restored_from_backup=opened.restored)
+    rebuilt = opened.is_new and bool(opened.damage or opened.is_restored or done.adopted)
+    return opened, replace(
+        done,
+        rebuilt=rebuilt,
+        restored_from_backup=opened.is_restored,
+        damage=opened.damage,
+        set_aside=beside(index, DAMAGED) if opened.damage else None,
+    )
 
 
 def reconcile(block_files: BlockFiles, opened: OpenIndex) -> Recovery:
-    """Compare index and files by names, sizes and headers alone, and repair every difference. After
-    a proper end by names: what became of a file since then is found when it is read."""
+    """Compare index and files by names, sizes and headers, and repair every difference. After a
+    clean shutdown only names are compared, and a bad file is detected when it is read."""
     keys, impostors = block_files.tidy()
     sizes = None if opened.index_db.begin_use() else block_files.sizes()
     if _agree_wholly(opened.blocks, keys, sizes):
         return Recovery(quarantined=impostors)
     sizes = block_files.sizes() if sizes is None else sizes
     rows = [parse_block(raw) for raw in opened.blocks]
-    found, bad = _look(block_files, {row.key: row for row in rows}, sizes)
+    found, bad = _inspect(block_files, {row.key: row for row in rows}, sizes)
     census = compare(rows, found)
     repair_index(block_files, opened.index_db, census, bad)
     opened.blocks = opened.index_db.raw_blocks()
@@ -140,7 +144,7 @@ def reconcile(block_files: BlockFiles, opened: OpenIndex) -> Recovery:
 def _agree_wholly(
     rows: Sequence[RawBlock], keys: Set[bytes], sizes: Mapping[bytes, int] | None
 ) -> bool:
-    """Whether there is nothing to repair, as nearly always; millions are looked at in seconds."""
+    """Whether nothing needs repair, which is the usual case. Checks millions in seconds."""
     if len(rows) != len(keys):
         return False
     seen: set[bytes] = set()
@@ -155,18 +159,19 @@ def _agree_wholly(
     return True
 
 
-def _look(
+def _inspect(
     block_files: BlockFiles, rows: Mapping[bytes, BlockRow], sizes: Mapping[bytes, int]
 ) -> tuple[dict[bytes, BlockRow], list[bytes]]:
-    """What each file holds, as far as its header shows; and the bad ones.
+    """The block in each file according to its header, and the keys of bad files.
 
-    A file of another size than its row's may be good: a block is replaced by renaming, and the
-    process may have ended before the row followed.
+    A file with another size than its row may be good. A block is replaced by renaming, and the
+    process may have ended before the row was changed.
     """
     found, bad = {}, []
     for key, size_bytes in sizes.items():
         row = rows.get(key)
-        if row and row.size_bytes == size_bytes and _key(row) == key:
+        is_known = row is not None and row.size_bytes == size_bytes
+        if row and is_known and packed_chain_key(row.parent, row.packed) == key:
             found[key] = row
             continue
         try:
@@ -174,55 +179,43 @@ def _look(
         except CorruptBlock:
             bad.append(key)
         else:
-            found[key] = BlockRow(
-                key,
-                header.parent,
-                header.namespace,
-                tokens.packed,
-                size_bytes,
-                header.exact,
-                header.resumable,
-            )
+            found[key] = BlockRow.of(key, header, tokens, size_bytes)
     return found, bad
-
-
-def _key(row: BlockRow) -> bytes:
-    return packed_chain_key(row.parent, row.packed)
 
 
 def repair_index(
     block_files: BlockFiles, index_db: IndexDb, census: Census, bad: Iterable[bytes]
 ) -> None:
-    """Make the index say what the files say; what is bad or out of reach goes."""
-    index_db.commit(census.changes)  # first: a file without a row is found again, and so harmless
+    """Make the index agree with the files. Bad and unreachable files are removed."""
+    index_db.commit(census.changes)  # first, because a file without a row is harmless
     for key in bad:
         block_files.quarantine(key)
     block_files.remove(census.unreachable)
 
 
-# -- the index itself ----------------------------------------------------------------------------
-
-
 def open_index(index: Path) -> OpenIndex:
-    """The index, or its copy, or a new one."""
-    if _is_there(index):
+    """Open the index, or its backup, or a new one."""
+    damage = ""
+    if _exists(index):
         try:
             return open_readable(index)
-        except IndexDamaged:
-            put_away(index)
-    _remove_sidecars(index)  # a log that outlived its index would be played into the next one
-    if _is_there(beside(index, BACKUP)):
+        except IndexDamaged as error:
+            damage = str(error)
+            set_aside(index)
+    _remove_sidecars(index)  # SQLite would replay a leftover log into the next index
+    if _exists(beside(index, BACKUP)):
         try:
             _copy_backup(index)
-            return replace(open_readable(index), replaced=True, restored=True)
+            opened = open_readable(index)
+            return replace(opened, is_new=True, is_restored=True, damage=damage)
         except IndexDamaged:
             _remove(index)
             _remove_sidecars(index)
-    return OpenIndex(IndexDb(index), [], [], replaced=True)
+    return OpenIndex(IndexDb(index), [], [], is_new=True, damage=damage)
 
 
 def open_readable(index: Path) -> OpenIndex:
-    """An index of which every row can be read."""
+    """Open an index and read every row of it."""
     index_db = IndexDb(index)
     try:
         return OpenIndex(index_db, index_db.raw_blocks(), index_db.entries())
@@ -231,8 +224,8 @@ def open_readable(index: Path) -> OpenIndex:
         raise
 
 
-def put_away(index: Path) -> None:
-    """Keep a damaged index for a look at it, the latest one only."""
+def set_aside(index: Path) -> None:
+    """Rename an index that cannot be used. Only the latest one is kept."""
     damaged = beside(index, DAMAGED)
     _remove(damaged)
     index.rename(damaged)
@@ -256,7 +249,7 @@ def _remove_sidecars(index: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Whatever is there; a link, not what it points to."""
+    """Remove an item of any type; a link, not its target."""
     with suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -264,5 +257,5 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     return path.is_symlink() or path.exists()

@@ -1,7 +1,6 @@
-"""The secret that authenticates blocks: a configured one, or one that the folder makes for itself.
+"""Reads the secret that authenticates blocks, or creates one in the cache folder.
 
-With the same configured secret two machines can verify each other's blocks; a folder's own secret
-is known to nobody else.
+Two machines with the same configured secret can verify each other's blocks.
 """
 
 from __future__ import annotations
@@ -12,19 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from rekindle.errors import ConfigError
-from rekindle.kvcache.disk.files import sync_folder
+from rekindle.kvcache.disk.files import sync_path
 
 SECRET_BYTES = 32
-_MOST_FILE_BYTES = 1024
 
 
 def parse_secret(raw: bytes) -> bytes:
-    """The secret in a file's content: 32 bytes as they are, or 64 hexadecimal digits."""
+    """Parse the content of a secret file: 32 raw bytes, or 64 hexadecimal digits."""
     if len(raw) == SECRET_BYTES:
         return raw
     digits = raw.strip()
     if len(digits) == 2 * SECRET_BYTES:
-        with suppress(ValueError):  # a UnicodeDecodeError is one, too
+        with suppress(ValueError):
             return bytes.fromhex(digits.decode("ascii"))
     raise ConfigError(
         f"a secret is {SECRET_BYTES} bytes or {2 * SECRET_BYTES} hexadecimal digits; "
@@ -33,10 +31,10 @@ def parse_secret(raw: bytes) -> bytes:
 
 
 def read_secret_file(path: Path) -> bytes:
-    """The secret that the settings name a file for."""
+    """Read the secret file that is named in the settings."""
     try:
         with path.open("rb") as file:
-            return parse_secret(file.read(_MOST_FILE_BYTES))
+            return parse_secret(file.read(1024))
     except OSError as error:
         raise ConfigError(f"cannot read the cache secret {path}: {error.strerror}") from None
     except ConfigError as error:
@@ -44,7 +42,7 @@ def read_secret_file(path: Path) -> bytes:
 
 
 def read_secret(cache_dir: Path, configured: bytes | None = None) -> bytes:
-    """The secret of this cache, made when there is none; processes that start together agree."""
+    """The secret of this cache, created if needed. Processes that start together agree on one."""
     cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     if configured is not None:
         return configured
@@ -58,11 +56,11 @@ def read_secret(cache_dir: Path, configured: bytes | None = None) -> bytes:
             file.write(secrets.token_bytes(SECRET_BYTES))
             file.flush()
             os.fsync(handle)
-        with suppress(FileExistsError):  # whose secret was first is everybody's
+        with suppress(FileExistsError):  # the first process wins
             path.hardlink_to(new)
     finally:
         new.unlink(missing_ok=True)
-    sync_folder(cache_dir)
+    sync_path(cache_dir.resolve())
     return _read_own(path)
 
 

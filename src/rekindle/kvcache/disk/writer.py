@@ -1,4 +1,4 @@
-"""The thread that writes to disk behind the turns: orders in, events of what became of them out."""
+"""Writes blocks and index changes on a thread of its own, and reports the outcome as events."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from rekindle.kvcache.disk.folder import Folder
-from rekindle.kvcache.disk.index_db import (
+from rekindle.kvcache.disk.entry_table import (
     BlockRow,
     Change,
     DropBlock,
@@ -21,23 +20,25 @@ from rekindle.kvcache.disk.index_db import (
     PutEntry,
     TouchEntry,
 )
+from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.policy_state import PolicyState, write_policy_state
 from rekindle.kvcache.tiers.base import Flushed, OnEvent, TierState, Write, WriteFailed, Written
 
-# ----------------------------------------------------------------------
-# Changes of the index that wait for a commit, within a bound of bytes.
-
-MOST_BYTES = 64 << 20  # kept for a disk that may come back
-CHANGE_BYTES = 256  # of a change beside what an entry says
+CHANGE_BYTES = 256  # memory of a change, without the contents of an entry
+LULL_S = 0.2  # idle time before writing begins, because the next turn often follows quickly
+PATIENCE_S = 0.5  # writing is delayed at most this long while turns are computed
 
 
 class PendingChanges:
-    """Of each row the latest change. Beyond the bound the oldest entries are given up first: state
-    is computed again then, while a removal that was forgotten would bring state back."""
+    """The latest change of each row that waits for a commit, within a memory limit.
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+    Beyond the limit the oldest additions are given up first. A lost addition is computed again, but
+    a lost removal would bring deleted state back.
+    """
+
+    def __init__(self, max_bytes: int = 64 << 20) -> None:
         self.size_bytes = 0
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._puts: dict[object, Change] = {}
         self._drops: dict[object, Change] = {}
 
@@ -45,28 +46,36 @@ class PendingChanges:
         return len(self._puts) + len(self._drops)
 
     def add(self, change: Change) -> None:
-        """Wait with this change, in place of what it makes superfluous."""
+        """Add a change, replacing an earlier one of the same row."""
         row = _row_of(change)
         is_put = isinstance(change, PutEntry | PutBlock | TouchEntry)
         earlier = self._puts.get(row)
         if isinstance(change, TouchEntry) and isinstance(earlier, PutEntry):
-            # Where it was: behind a later entry, its names would be taken back from that one.
-            self._puts[row] = _touched(earlier, change)
+            # Keep its position. After a later entry it would take names back from that one.
+            self._puts[row] = PutEntry(
+                replace(
+                    earlier.row,
+                    last_used_at=change.last_used_at,
+                    expires_at=change.expires_at,
+                    hits=change.hits,
+                )
+            )
             return
         self._remove(self._puts, row)
         self._remove(self._drops, row)
         (self._puts if is_put else self._drops)[row] = change
         self.size_bytes += _size_bytes(change)
-        while self.size_bytes > self._most_bytes:
+        while self.size_bytes > self._max_bytes:
             oldest = self._puts or self._drops
             self._remove(oldest, next(iter(oldest)))
 
     def listed(self) -> list[Change]:
-        """In an order that is right: an entry before the one it takes the place of goes."""
+        """Additions before removals, so that an entry is there before the one it replaces is
+        gone."""
         return [*self._puts.values(), *self._drops.values()]
 
     def done(self, changes: Sequence[Change]) -> None:
-        """These are committed; what came since for the same rows goes on waiting."""
+        """Forget committed changes. Later changes of the same rows keep waiting."""
         for change in changes:
             row = _row_of(change)
             for waiting in (self._puts, self._drops):
@@ -79,7 +88,7 @@ class PendingChanges:
 
 
 def _row_of(change: Change) -> object:
-    """What two changes of the same row have in common."""
+    """Identifies the row that a change is about."""
     match change:
         case PutEntry(entry):
             return entry.key
@@ -92,16 +101,6 @@ def _row_of(change: Change) -> object:
     return change
 
 
-def _touched(put: PutEntry, touch: TouchEntry) -> PutEntry:
-    row = replace(
-        put.row,
-        last_used_at=touch.last_used_at,
-        expires_at=touch.expires_at,
-        hits=touch.hits,
-    )
-    return PutEntry(row)
-
-
 def _size_bytes(change: Change) -> int:
     if not isinstance(change, PutEntry):
         return CHANGE_BYTES
@@ -112,11 +111,6 @@ def _size_bytes(change: Change) -> int:
     return CHANGE_BYTES + sum(map(len, contents)) + text_bytes
 
 
-BATCH_BYTES = 8 << 20
-LULL_S = 0.2  # of idleness before writing begins: the next turn often comes at once
-PATIENCE_S = 0.5  # between two batches when there is no idleness at all
-
-
 @dataclass(frozen=True, slots=True)
 class Remove:
     key: bytes
@@ -125,7 +119,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class BackUp:
-    """Make a copy of the index, for the day it is damaged."""
+    """Back up the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +131,7 @@ class SavePolicyState:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Have the index committed now; state that waits to be written goes on waiting."""
+    """Commit the index now, without waiting for queued state."""
 
     then: Callable[[bool], None]
 
@@ -146,8 +140,8 @@ Order = Write | Remove | Flushed | BackUp | SavePolicyState | Commit
 
 
 class Writer:
-    """One thread that takes orders in batches: unlink, write, then one commit for all of it. What
-    is asked for before it is started waits."""
+    """One thread that processes orders in batches: unlink, write, then one commit for the batch.
+    Orders that arrive before `start` wait."""
 
     def __init__(self, tier: str, on_event: OnEvent, floor_bytes: int) -> None:
         self._tier = tier
@@ -155,16 +149,16 @@ class Writer:
         self._floor_bytes = floor_bytes
         self._orders: deque[Order] = deque()
         self._changes = PendingChanges()
-        self._is_due = False  # there are changes that were not yet tried to be committed
-        self._unremoved: dict[bytes, Remove] = {}  # tried in vain
-        self._has_failed = False  # a removal or a change, since somebody last asked
+        self._is_due = False  # there are changes that no commit has included yet
+        self._unremoved: dict[bytes, Remove] = {}  # removals that failed
+        self._has_failed = False  # a removal or a change has failed since the last flush
         self._wake = threading.Condition()
         self._closing = False
-        self._urgent = 0  # somebody waits for so many flushes
-        self._idle_since_s: float | None = -LULL_S  # None: turns are being computed
+        self._urgent = 0  # flushes that somebody waits for
+        self._idle_since_s: float | None = -LULL_S  # None while turns are being computed
 
     def start(self, folder: Folder) -> None:
-        """Begin with what was asked for until now."""
+        """Start the thread."""
         self._folder = folder
         self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
         self._thread.start()
@@ -172,27 +166,27 @@ class Writer:
     def put(self, order: Order) -> None:
         with self._wake:
             if isinstance(order, Commit):
-                self._orders.appendleft(order)  # it is about what was noted, and about no order
+                self._orders.appendleft(order)  # it waits for changes, not for orders
             else:
                 self._orders.append(order)
             self._urgent += isinstance(order, Flushed | Commit)
             self._wake.notify()
 
     def note(self, change: Change) -> None:
-        """Have the index changed; the latest change of a row is the one that counts."""
+        """Queue a change of the index. It replaces an earlier change of the same row."""
         with self._wake:
             self._changes.add(change)
             self._is_due = True
             self._wake.notify()
 
     def retry(self) -> None:
-        """Try again what failed."""
+        """Retry failed changes and removals."""
         with self._wake:
             self._is_due = bool(self._changes or self._unremoved)
             self._wake.notify()
 
     def give_way(self, busy: bool) -> None:
-        """While turns are computed on the same cores, write little; begin a lull after them."""
+        """Write little while turns are computed on the same cores."""
         if busy == (self._idle_since_s is None):
             return
         with self._wake:
@@ -211,19 +205,19 @@ class Writer:
         self._back_up()
 
     def _back_up(self) -> None:
-        with suppress(OSError, sqlite3.Error):  # the index is committed; a later copy will do
+        with suppress(OSError, sqlite3.Error):  # the index itself is committed
             self._folder.index_db.backup()
 
     def _next(self) -> _Batch | None:
-        """What to do next, up to a batch's bytes; None when the end has come."""
+        """Wait for the next batch. Returns None when the writer is closed."""
         with self._wake:
             while not (self._orders or self._is_due or self._closing):
                 self._wake.wait()
-            self._wait_for_a_lull()
+            self._wait_for_idle()
             if not (self._orders or self._is_due):
                 return None
             orders: list[Order] = []
-            room = BATCH_BYTES
+            room = 8 << 20  # bytes of a batch
             while self._orders and room > 0:
                 order = self._orders.popleft()
                 orders.append(order)
@@ -234,8 +228,8 @@ class Writer:
             self._is_due = False
             return _Batch(orders, self._changes.listed(), self._unremoved)
 
-    def _wait_for_a_lull(self) -> None:
-        """Not for long, and not when somebody waits for us."""
+    def _wait_for_idle(self) -> None:
+        """Wait until no turn is computed, but not for long and not while somebody waits."""
         until_s = time.monotonic() + PATIENCE_S
         while not self._urgent and not self._closing:
             now_s, since_s = time.monotonic(), self._idle_since_s
@@ -245,16 +239,15 @@ class Writer:
             self._wake.wait(due_s - now_s)
 
     def _work(self, batch: _Batch) -> None:
-        """Unlink, write, commit. Failures are reported, and nothing as written before it
-        is safe."""
-        stuck = _error_of(lambda: self._unlink(batch.unremoved))  # it keeps nobody from writing
+        """Unlink, write, commit, then report. Nothing is reported as written before it is safe."""
+        stuck = _error_of(lambda: self._unlink(batch.unremoved))  # does not block new writes
         unlink_error = _error_of(lambda: self._unlink(batch.removals))
         write_error = unlink_error or _error_of(lambda: self._write(batch.writes))
         commit_error = _error_of(lambda: self._commit(batch, [] if write_error else batch.writes))
-        self._keep_what_failed(batch, stuck or commit_error, unlink_error or commit_error)
+        self._keep_failed(batch, stuck or commit_error, unlink_error or commit_error)
         error = commit_error or write_error
         if error is not None:
-            state, reason = _state_of(error), _sentence(error)
+            state, reason = _state_of(error), _reason(error)
             is_there = write_error is None
             self._on_event(WriteFailed(self._tier, batch.asked, state, reason, is_there))
         elif batch.asked:
@@ -262,7 +255,7 @@ class Writer:
         for order in batch.orders:
             if isinstance(order, Flushed):
                 self._on_event(Flushed(order.then, is_safe=not self._has_failed))
-                self._has_failed = False  # the next one to ask asks about what comes now
+                self._has_failed = False
             elif isinstance(order, Commit):
                 self._on_event(Flushed(order.then, is_safe=commit_error is None))
             elif isinstance(order, BackUp):
@@ -271,10 +264,10 @@ class Writer:
                 with suppress(OSError):  # the next process learns again
                     write_policy_state(self._folder.path, order.state)
 
-    def _keep_what_failed(
+    def _keep_failed(
         self, batch: _Batch, stuck: Exception | None, failed: Exception | None
     ) -> None:
-        """For the next batch; a change that was not committed is still among those that wait."""
+        """Keep failed removals for the next batch. Failed changes are still pending."""
         self._has_failed |= failed is not None
         self._unremoved = {
             **(batch.unremoved if stuck else {}),
@@ -283,7 +276,10 @@ class Writer:
 
     def _commit(self, batch: _Batch, writes: list[Write]) -> None:
         drops = [DropBlock(key) for key in (*batch.unremoved, *batch.removals)]
-        puts = [PutBlock(_row(order)) for order in writes]
+        puts = [
+            PutBlock(BlockRow.of(each.key, each.record, each.record.tokens, each.size_bytes))
+            for each in writes
+        ]
         self._folder.index_db.commit([*batch.changes, *drops, *puts])
         with self._wake:
             self._changes.done(batch.changes)
@@ -301,12 +297,12 @@ class Writer:
             return
         free = self._folder.block_files.free_bytes() - sum(order.size_bytes for order in writes)
         if free < self._floor_bytes:
-            raise OSError(errno.ENOSPC, "the disk's free space would fall below its floor")
+            raise OSError(errno.ENOSPC, "the free space of the disk would fall below --disk-floor")
         self._folder.block_files.write([order.record for order in writes])
 
 
 class _Batch:
-    """What is carried out together: of each key the last order, and removals that failed before."""
+    """The last order of each key, pending changes, and removals that failed before."""
 
     __slots__ = ("asked", "changes", "orders", "removals", "unremoved", "writes")
 
@@ -325,22 +321,9 @@ class _Batch:
 def _error_of(work: Callable[[], None]) -> Exception | None:
     try:
         work()
-    except Exception as error:  # whatever it is, the store has to know
+    except Exception as error:  # the store has to know about every error
         return error
     return None
-
-
-def _row(order: Write) -> BlockRow:
-    record = order.record
-    return BlockRow(
-        key=order.key,
-        parent=record.parent,
-        namespace=record.namespace,
-        packed=record.tokens.packed,
-        size_bytes=order.size_bytes,
-        exact=record.exact,
-        resumable=record.resumable,
-    )
 
 
 def _state_of(error: Exception) -> TierState:
@@ -350,5 +333,5 @@ def _state_of(error: Exception) -> TierState:
     return "full" if is_full or code == sqlite3.SQLITE_FULL else "failing"
 
 
-def _sentence(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or repr(error)

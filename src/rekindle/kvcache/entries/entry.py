@@ -1,7 +1,7 @@
-"""A conversation that is remembered. Blocks are derived and may vanish; an entry is a promise.
+"""Defines an entry: a remembered conversation. Blocks may vanish, but an entry is a promise.
 
-It knows its tokens, the rendered text that they stand for, its replies and its names. What a client
-stored on purpose is its document; an entry of nothing else has no tokens.
+It has tokens, the rendered text that they stand for, replies and names. It may have a document that
+a client stored. An entry with only a document has no tokens.
 """
 
 from __future__ import annotations
@@ -21,34 +21,31 @@ from rekindle.tokens import Tokens
 Name = tuple[str, str]  # kind and name
 Segments = tuple[tuple[str, str], ...]
 
-OVERHEAD_BYTES = 2048  # of an entry beside its tokens, its text and its replies
-MOST_REPLIES = 256  # of one conversation: the newest
-MOST_REPLY_BYTES = 1 << 20  # that they take together
-REPLY_OVERHEAD_BYTES = 64  # of a reply beside its message and its keys
+MAX_REPLIES = 256  # per conversation; the newest are kept
+MAX_REPLY_BYTES = 1 << 20  # of all replies of a conversation
 
 
 class Clock:
-    """Two clocks: one that never jumps, for lifetimes; one on the wall, for people and restarts."""
+    """A monotonic clock for lifetimes, and a wall clock for people and restarts."""
 
     def steady_s(self) -> float:
-        """Seconds that only go forward, and mean nothing after a restart."""
+        """Seconds that never go backward and mean nothing after a restart."""
         return time.monotonic()
 
     def wall_s(self) -> float:
-        """Seconds since 1970, as far as this machine knows."""
+        """Seconds since 1970."""
         return time.time()
 
 
 class Reply(Struct, frozen=True, array_like=True):
-    """One reply in a conversation. What it does not know any more is zero.
+    """One reply in a conversation. Unknown positions are zero.
 
-    The first `prompt_bytes` of its text and its first `prompt_tokens` are the prompt it was
-    sampled after. With the reply they are the first `end_tokens`, and, when it is nothing but text,
-    the first `end_bytes`.
+    `prompt_bytes` of the text and `prompt_tokens` are the prompt of the reply. With the reply it
+    has `end_tokens`, and `end_bytes` if the reply is plain text.
     """
 
     keys: tuple[str, ...]
-    message: bytes  # as JSON; empty when it is nothing but text
+    message: bytes  # as JSON; empty for plain text
     prompt_bytes: int = 0
     prompt_tokens: int = 0
     end_tokens: int = 0
@@ -56,10 +53,11 @@ class Reply(Struct, frozen=True, array_like=True):
 
     @property
     def cost_bytes(self) -> int:
-        return len(self.message) + sum(map(len, self.keys)) + REPLY_OVERHEAD_BYTES
+        return len(self.message) + sum(map(len, self.keys)) + 64
 
     def kept(self, common_bytes: int, common_tokens: int) -> Reply | None:
-        """What is true of it in a conversation that shares so much; None: nothing is."""
+        """The reply with the positions that are valid in a conversation with this common prefix, or
+        None if nothing is left."""
         if self.prompt_bytes > common_bytes or self.prompt_tokens > common_tokens:
             return Reply(self.keys, self.message) if self.message else None
         if self.end_bytes > common_bytes or self.end_tokens > common_tokens:
@@ -74,15 +72,15 @@ _LENGTH_BYTES = 4
 
 
 def encode_replies(replies: tuple[Reply, ...]) -> bytes:
-    """One after the other, each with its length before it: what one more adds comes at the end."""
+    """Concatenate length-prefixed replies, so that a new reply only appends bytes."""
     packed = map(_reply_encoder.encode, replies)
     return b"".join(len(each).to_bytes(_LENGTH_BYTES, "big") + each for each in packed)
 
 
 def decode_replies(raw: bytes) -> tuple[Reply, ...]:
-    """The replies; none when the bytes are not what we wrote."""
+    """Decode replies. Returns none if the bytes are invalid."""
     try:
-        if raw[:1] > b"\0":  # a list, as earlier versions wrote it: no length begins like this
+        if raw[:1] > b"\0":  # a list of an earlier version; a length never begins like this
             return _list_decoder.decode(raw)
         return tuple(_decoded(raw))
     except msgspec.MsgspecError:
@@ -98,17 +96,17 @@ def _decoded(raw: bytes) -> Iterator[Reply]:
 
 
 def newest_replies(replies: Iterable[Reply]) -> tuple[Reply, ...]:
-    """As many of these as one conversation may keep; they come oldest first, and stay so.
+    """The newest replies within the limits of a conversation, oldest first.
 
-    Beyond the bounds a quarter goes at once: what is stored of the rest then stays as it is for
-    many turns.
+    Beyond the limits a quarter is dropped together, so that the stored pieces of the rest stay
+    unchanged for many turns.
     """
     known = list(dict.fromkeys(replies))
-    if len(known) <= MOST_REPLIES and sum(map(_cost_bytes, known)) <= MOST_REPLY_BYTES:
+    if len(known) <= MAX_REPLIES and sum(map(_cost_bytes, known)) <= MAX_REPLY_BYTES:
         return tuple(known)
     costs = accumulate(map(_cost_bytes, reversed(known)))
-    fitting = sum(1 for _ in takewhile(lambda cost: cost <= MOST_REPLY_BYTES * 3 // 4, costs))
-    kept = min(fitting, MOST_REPLIES * 3 // 4)
+    fitting = sum(1 for _ in takewhile(lambda cost: cost <= MAX_REPLY_BYTES * 3 // 4, costs))
+    kept = min(fitting, MAX_REPLIES * 3 // 4)
     return tuple(known[len(known) - kept :])
 
 
@@ -117,7 +115,7 @@ def _cost_bytes(reply: Reply) -> int:
 
 
 class Entry(PrefixHandle):
-    """The end of a conversation, named by a client or kept automatically."""
+    """A conversation that a client named or that is kept automatically."""
 
     __slots__ = (
         "created_at",
@@ -151,25 +149,25 @@ class Entry(PrefixHandle):
     ) -> None:
         super().__init__(namespace, tokens, tenant=tenant)
         self.key = key
-        self.text = text  # rendered bytes that its tokens stand for; empty when unknown
-        self.text_tokens = len(tokens)  # how many of them the text stands for
+        self.text = text  # the rendered bytes of its tokens; empty if unknown
+        self.text_tokens = len(tokens)  # number of tokens that the text stands for
         self.replies: tuple[Reply, ...] = ()  # oldest first
-        self.document = b""  # what a dialect stores with it
+        self.document = b""  # stored with it by a dialect
         self.segments: Segments = ()
         self.names: dict[Name, None] = {}  # oldest first
         self.keyed = False  # a client was given its key
-        self.durable = True  # to be remembered across restarts
-        self.was_computed = True  # else it was only noted
+        self.durable = True  # survives restarts
+        self.was_computed = True  # False if it was only announced
         self.hits = 0
-        self.place = 0  # in the order of last uses; 0: nowhere
+        self.place = 0  # position in the LRU order; 0 if it was removed
         self.ttl_s: float | None = None
-        self.pinned_until_s: float | None = None  # on the steady clock; None: until it is unpinned
+        self.pinned_until_s: float | None = None  # on the monotonic clock; None for a permanent pin
         self.created_at = self.last_used_at = clock.wall_s()
         self.used_s = clock.steady_s()
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody could ask for it, so that a longer conversation may take its place."""
+        """Whether nobody can name it, so that a longer conversation may replace it."""
         return not (self.keyed or self.names or self.pinned)
 
     @property
@@ -177,32 +175,32 @@ class Entry(PrefixHandle):
         return self.pinned and self.pinned_until_s is None
 
     def pin_until(self, at_s: float) -> None:
-        """Pin it for a while, or for longer; what is pinned for good stays so."""
+        """Pin it temporarily, or extend a temporary pin. A permanent pin stays."""
         if not self.is_pinned_for_good:
             self.pinned, self.pinned_until_s = True, max(self.pinned_until_s or at_s, at_s)
 
     def end_pin(self, at_s: float) -> None:
-        """Unpin it if it is pinned for a while that ends by then."""
+        """End a temporary pin that is over at this time."""
         if self.pinned_until_s is not None and self.pinned_until_s <= at_s:
             self.pinned, self.pinned_until_s = False, None
 
     @property
     def cost_bytes(self) -> int:
         replies = sum(reply.cost_bytes for reply in self.replies)
-        texts = 2 * len(self.text)  # the index by text has a copy
-        return len(self.tokens.packed) + texts + replies + len(self.document) + OVERHEAD_BYTES
+        texts = 2 * len(self.text)  # the text index has a copy
+        return len(self.tokens.packed) + texts + replies + len(self.document) + 2048
 
     def first(self, count: int) -> list[int]:
-        """Its first so many token ids."""
+        """Its first `count` token ids."""
         return self.tokens[:count].ids()
 
     def use(self, clock: Clock) -> None:
-        """Its time begins again."""
+        """Restart its lifetime."""
         self.used_s = clock.steady_s()
         self.last_used_at = clock.wall_s()
 
     def expires_in_s(self, clock: Clock) -> float | None:
-        """The time it has left; None: it does not expire, as nothing does that is pinned."""
+        """The remaining lifetime, or None if it does not expire or is pinned."""
         if self.ttl_s is None or self.pinned:
             return None
         return self.used_s + self.ttl_s - clock.steady_s()
@@ -212,28 +210,28 @@ class Entry(PrefixHandle):
         return left is not None and left <= 0
 
     def expires_at(self, clock: Clock) -> float | None:
-        """When that is on the wall clock."""
+        """The time of expiry on the wall clock."""
         left = self.expires_in_s(clock)
         return None if left is None else clock.wall_s() + left
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """The end of a conversation that is to be remembered."""
+    """A conversation that is to be remembered."""
 
     namespace: bytes  # of the tenant
-    kv_namespace: bytes | None = None  # of its state; None: the tenant's
-    key: str | None = None  # that it is to have; None: one at random, or that of an equal one
+    kv_namespace: bytes | None = None  # of its state, if not the tenant's default
+    key: str | None = None  # None for a random one, or that of an equal conversation
     tokens: Tokens = field(default_factory=Tokens)
     text: bytes = b""
-    text_tokens: int | None = None  # how many tokens the text stands for; None: all
+    text_tokens: int | None = None  # number of tokens that the text stands for; None for all
     replies: tuple[Reply, ...] = ()
-    after: Entry | None = None  # what it goes on from, where its text does not show it
+    after: Entry | None = None  # the entry that it continues, if its text does not show it
     segments: Segments = ()
     names: tuple[Name, ...] = ()
     ttl_s: float | None = None
     keyed: bool = False
     pinned: bool = False
-    pin_s: float | None = None  # pinned for so long
+    pin_s: float | None = None  # duration of a temporary pin
     durable: bool = True
     is_computed: bool = True

@@ -1,4 +1,4 @@
-"""Finding entries: by key, by name, by their tokens, by their text, by a reply."""
+"""Finds entries by key, name, tokens, text or reply, and keeps them in LRU order."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from rekindle.kvcache.entries.entry import Clock, Entry, Name, Reply, newest_rep
 from rekindle.kvcache.entries.text_index import TextIndex
 from rekindle.tokens import Tokens
 
-# ----------------------------------------------------------------------
-# Entries in the order of their last use, to be read page by page.
+MAX_NAMES = 32  # per entry; the oldest is dropped
+MAX_FOUND = 8  # conversations that are considered for one key of a reply
+MIN_STALE = 64  # outdated positions that are worth removing
 
-LEAST_STALE = 64  # places worth removing
+T = TypeVar("T")
 
 
-class UseOrder:
-    """A use gives an entry the next place; the one it had is stale, and removed with many others.
+class LruOrder:
+    """Entries in LRU order. A use moves an entry to a new position at the end. Outdated positions
+    are removed in bulk.
 
-    Places only grow, so whoever has read down to one can go on below it later, whatever was used,
-    added or removed in the meantime.
+    Positions only grow, so a page can continue below the last position of the page before, whatever
+    has changed in the meantime.
     """
 
     def __init__(self) -> None:
@@ -34,22 +36,22 @@ class UseOrder:
         return len(self._places) - self._stale
 
     def __iter__(self) -> Iterator[Entry]:
-        """The oldest use first."""
+        """Least recently used first."""
         return (entry for place, entry in self._places if entry.place == place)
 
     def append(self, entry: Entry) -> None:
-        """The entry has a new place, above all others."""
+        """Add an entry that has a new position at the end."""
         self._places.append((entry.place, entry))
 
     def leave(self) -> None:
-        """An entry is about to leave its place."""
+        """An entry is about to leave its position."""
         self._stale += 1
-        if self._stale > LEAST_STALE + len(self):
+        if self._stale > MIN_STALE + len(self):
             self._places = [(place, entry) for place, entry in self._places if entry.place == place]
-            self._stale = 1  # the one that is about to leave
+            self._stale = 1  # the position that is about to be left
 
     def newest(self, before: int | None = None) -> Iterator[Entry]:
-        """The newest use first, from below a place on; nothing may change meanwhile."""
+        """Most recently used first, below a position. The order must not change meanwhile."""
         at = len(self._places)
         if before is not None:
             at = bisect_left(self._places, before, key=lambda each: each[0])
@@ -59,14 +61,8 @@ class UseOrder:
                 yield entry
 
 
-MOST_NAMES = 32  # of one entry; the oldest goes when a client makes up another
-MOST_FOUND = 8  # conversations that are looked at for one reply's key
-
-T = TypeVar("T")
-
-
 class ReplyIndex(Generic[T]):
-    """Who knows a reply, by each of its keys."""
+    """Finds the owners of a reply by each of its keys."""
 
     def __init__(self) -> None:
         self._known: dict[str, dict[T, Reply]] = {}  # oldest first
@@ -78,7 +74,7 @@ class ReplyIndex(Generic[T]):
         for reply in replies:
             for key in reply.keys:
                 known = self._known.setdefault(key, {})
-                known.pop(owner, None)  # put again, it is the newest
+                known.pop(owner, None)  # it becomes the newest
                 known[owner] = reply
 
     def drop(self, owner: T, replies: Iterable[Reply]) -> None:
@@ -89,42 +85,42 @@ class ReplyIndex(Generic[T]):
                 self._known.pop(key, None)
 
     def find(self, key: str) -> list[tuple[T, Reply]]:
-        """The newest first."""
+        """Newest first."""
         known = self._known.get(key, {})
-        return [(owner, known[owner]) for owner in islice(reversed(known), MOST_FOUND)]
+        return [(owner, known[owner]) for owner in islice(reversed(known), MAX_FOUND)]
 
 
 class EntryIndex:
-    """All entries, expired or not, and what they take; decides nothing about lifetimes.
+    """All entries, expired or not, and their memory. It decides nothing about lifetimes.
 
-    Changed by the engine's thread. `recall`, `replies` and `knows_replies` may be called by any.
+    Changed by the engine's thread. Any thread may call `recall`, `replies` and `knows_replies`.
     """
 
     def __init__(self) -> None:
         self.used_bytes = 0
         self.held_bytes: Counter[bytes] = Counter()  # by tenant
         self._by_key: dict[str, Entry] = {}
-        self._orders: defaultdict[bytes | None, UseOrder] = defaultdict(UseOrder)  # None: of all
+        self._orders: defaultdict[bytes | None, LruOrder] = defaultdict(
+            LruOrder
+        )  # None for all tenants
         self._places = count(1)
         self._by_name: dict[tuple[bytes, Name], Entry] = {}
         self._by_tokens: dict[tuple[bytes, Tokens], Entry] = {}
         self._texts: dict[bytes, TextIndex[Entry]] = {}
         self._replies: dict[bytes, ReplyIndex[Entry]] = {}
-        self._lock = threading.Lock()  # around these two
+        self._lock = threading.Lock()  # for texts and replies
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    # -- finding -------------------------------------------------------------------------------
-
     def of(self, namespace: bytes | None) -> list[Entry]:
-        """A tenant's entries, or everybody's; the oldest use first."""
+        """The entries of a tenant, or of all tenants, least recently used first."""
         order = self._orders.get(namespace)
         return list(order) if order else []
 
     def newest(self, namespace: bytes | None, before: int | None) -> Iterator[Entry]:
-        """A tenant's entries, or everybody's, from below a place in the order of use on; the newest
-        use first. Nothing may change while it is read."""
+        """The entries of a tenant, or of all tenants, below a position in the LRU order, most
+        recently used first. Nothing may change while it is read."""
         order = self._orders.get(namespace)
         return order.newest(before) if order else iter(())
 
@@ -139,31 +135,29 @@ class EntryIndex:
         return self._by_tokens.get((namespace, tokens))
 
     def recall(self, namespace: bytes, text: bytes) -> Entry | None:
-        """The longest conversation whose rendered bytes `text` begins with. Any thread."""
+        """The longest conversation whose rendered text is a prefix of `text`. Any thread."""
         with self._lock:
             texts = self._texts.get(namespace)
             return texts.longest(text) if texts else None
 
     def nearest(self, namespace: bytes, text: bytes) -> Entry | None:
-        """A conversation that has most in common with rendered bytes from the beginning on."""
+        """A conversation whose rendered text has the longest common prefix with `text`."""
         with self._lock:
             texts = self._texts.get(namespace)
             return texts.nearest(text) if texts else None
 
     def replies(self, namespace: bytes, key: str) -> list[tuple[Entry, Reply]]:
-        """The conversations that know a reply by this key, the newest first. Any thread."""
+        """The conversations that have a reply with this key, newest first. Any thread."""
         with self._lock:
             known = self._replies.get(namespace)
             return known.find(key) if known else []
 
     def knows_replies(self, namespace: bytes) -> bool:
-        """Whether a tenant has any. Any thread."""
+        """Whether a tenant has any replies. Any thread."""
         return namespace in self._replies
 
-    # -- changing ------------------------------------------------------------------------------
-
     def add(self, entry: Entry) -> None:
-        """Take in an entry that has neither replies nor names yet."""
+        """Add an entry that has no replies and no names yet."""
         self._by_key[entry.key] = entry
         self._set_place(entry, next(self._places))
         if entry.tokens:
@@ -192,12 +186,12 @@ class EntryIndex:
                     del self._replies[entry.tenant]
 
     def use(self, entry: Entry, clock: Clock) -> None:
-        """Its time begins again, and it is the newest."""
+        """Restart its lifetime and make it the most recently used."""
         entry.use(clock)
         self._set_place(entry, next(self._places))
 
     def _set_place(self, entry: Entry, place: int) -> None:
-        """The one place where the order of use changes; 0: the entry leaves it."""
+        """Move an entry in the LRU order; 0 removes it."""
         before, views = entry.place, (entry.tenant, None)
         if before:
             for view in views:
@@ -210,14 +204,14 @@ class EntryIndex:
                 del self._orders[view]
 
     def set_name(self, entry: Entry, name: Name) -> Entry | None:
-        """Let the name lead to this entry; returns the one that it led to before."""
+        """Give a name to this entry. Returns the entry that had it before."""
         before = self._by_name.get((entry.tenant, name))
         if before is not None and before is not entry:
             del before.names[name]
-        entry.names.pop(name, None)  # named again, it is the newest
+        entry.names.pop(name, None)  # it becomes the newest
         entry.names[name] = None
         self._by_name[entry.tenant, name] = entry
-        while len(entry.names) > MOST_NAMES:
+        while len(entry.names) > MAX_NAMES:
             oldest = next(iter(entry.names))
             del entry.names[oldest], self._by_name[entry.tenant, oldest]
         return before if before is not entry else None
@@ -227,8 +221,7 @@ class EntryIndex:
         entry.document = document
 
     def add_replies(self, entry: Entry, new: tuple[Reply, ...]) -> None:
-        """Remember replies beside those the entry knows: one conversation may have been delivered
-        more than once, each time with ids of its own."""
+        """Add replies. A conversation may have been delivered several times with different ids."""
         known = newest_replies((*entry.replies, *new))
         if known == entry.replies:
             return

@@ -1,7 +1,7 @@
-"""Values by text: a radix tree, which finds the longest stored prefix of a text.
+"""A radix tree that finds the longest stored prefix of a text.
 
-Whatever is stored, a search reads each byte of its text once. (A sorted list was rejected: texts
-that branch off one after the other make it read the whole text again for each of them.)
+A search reads each byte of its text once. A sorted list was rejected: with texts that branch off
+one after the other, it reads the whole text again for each of them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 
 class _Node(Generic[T]):
-    """A text that is stored, or that two stored ones have in common."""
+    """A stored text, or a common prefix of two stored texts."""
 
     __slots__ = ("children", "edge", "value")
 
     def __init__(self, edge: bytes, value: T | None = None) -> None:
-        self.edge = edge  # what it adds to the text of the node above
+        self.edge = edge  # appended to the text of the parent
         self.value = value
         self.children: dict[int, _Node[T]] = {}  # by the first byte of their edges
 
@@ -27,12 +27,12 @@ class _Node(Generic[T]):
         self.children[child.edge[0]] = child
 
     def next(self, text: bytes, at: int) -> _Node[T] | None:
-        """The child that a text goes on to at this position, perhaps not all the way."""
+        """The child whose edge begins with the byte at this position."""
         return self.children.get(text[at]) if at < len(text) else None
 
 
 class TextIndex(Generic[T]):
-    """Of two equal texts the later value stays."""
+    """For equal texts the later value wins."""
 
     def __init__(self) -> None:
         self._root: _Node[T] = _Node(b"")
@@ -55,7 +55,7 @@ class TextIndex(Generic[T]):
             node.value = value
 
     def drop(self, text: bytes, value: T) -> None:
-        """Forget the text, unless it has another value by now."""
+        """Remove the text, unless it has another value by now."""
         path, at = self._walk(text)
         node = path[-1]
         if at < len(text) or node.value is not value:
@@ -68,12 +68,12 @@ class TextIndex(Generic[T]):
         _merge(path)
 
     def longest(self, text: bytes) -> T | None:
-        """The value of the longest stored text that `text` begins with."""
+        """The value of the longest stored text that is a prefix of `text`."""
         path, _ = self._walk(text)
         return next((node.value for node in reversed(path) if node.value is not None), None)
 
     def nearest(self, text: bytes) -> T | None:
-        """The value of a stored text that has most in common with `text` from the beginning on."""
+        """The value of a stored text that has the longest common prefix with `text`."""
         path, at = self._walk(text)
         node = path[-1].next(text, at) or path[-1]
         while node.value is None and node.children:
@@ -81,21 +81,22 @@ class TextIndex(Generic[T]):
         return node.value
 
     def _walk(self, text: bytes) -> tuple[list[_Node[T]], int]:
-        """The nodes whose texts `text` begins with, from the root on, and how far they reach."""
+        """The nodes whose texts are prefixes of `text`, from the root on, and the end of the
+        last."""
         node, at = self._root, 0
         path = [node]
-        while (child := node.next(text, at)) and _goes_on(text, at, child.edge):
+        while (child := node.next(text, at)) and _has_edge(text, at, child.edge):
             node, at = child, at + len(child.edge)
             path.append(node)
         return path, at
 
 
-def _goes_on(text: bytes, at: int, edge: bytes) -> bool:
+def _has_edge(text: bytes, at: int, edge: bytes) -> bool:
     return text.startswith(edge, at)
 
 
 def _split(node: _Node[T], child: _Node[T], shared: int) -> _Node[T]:
-    """Put a node between these two, where the child's edge has shared so many bytes."""
+    """Insert a node between these two, after `shared` bytes of the child's edge."""
     between: _Node[T] = _Node(child.edge[:shared])
     node.adopt(between)
     child.edge = child.edge[shared:]
@@ -104,7 +105,7 @@ def _split(node: _Node[T], child: _Node[T], shared: int) -> _Node[T]:
 
 
 def _merge(path: list[_Node[T]]) -> None:
-    """Take the last node out of the tree if it is neither a text nor a branch."""
+    """Remove the last node if it is neither a text nor a branch."""
     node = path[-1]
     if len(path) == 1 or node.value is not None or len(node.children) != 1:
         return

@@ -1,8 +1,7 @@
-"""A tier: a place where copies of blocks live, within a budget.
+"""Defines what a tier is: a place that holds copies of blocks within a byte budget.
 
-The store keeps its tiers in order, the fastest first, and asks each of them through this interface
-alone. Whatever takes time is started here and reported later as an event; the thread that owns the
-engine takes events in, and never waits.
+The store has its tiers in order, fastest first, and uses only this interface. A slow operation is
+started here and reported later as an event. The engine's thread handles the events and never waits.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ from typing import Literal, NamedTuple, Protocol
 
 from rekindle.kvcache.block import Block, BlockKind, Copy
 from rekindle.kvcache.codec import Record
-from rekindle.kvcache.disk.image_files import PictureRead
 from rekindle.kvcache.eviction.hit_density import HitDensity
 from rekindle.kvcache.eviction.policy import Evictor
+from rekindle.memory import Buffer
 from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
-# ----------------------------------------------------------------------
-# The accounting that tiers have in common: what they may hold, what they do, and who holds it.
+TierState = Literal["ok", "full", "failing"]
+
+DEVICE = "device"  # the engine's own memory, which is not a tier of the store
 
 
 class TierBudget:
-    """Copies of blocks appear and vanish here alone."""
+    """Counts the copies in a tier. Copies of blocks are added and removed only here."""
 
     def __init__(
         self,
@@ -38,48 +38,43 @@ class TierBudget:
         self.used_bytes = 0
         self._tier = tier
         self._persistent = persistent
-        self._full_bytes: int | None = None  # all it takes while its medium is full
+        self._full_bytes: int | None = None  # a lower limit while the medium is full
         self._evictor = Evictor(eviction)
 
-    # -- looking -------------------------------------------------------------------------------
-
     def held_bytes(self, tenant: bytes) -> int:
-        """What one tenant holds."""
         return self._evictor.held_bytes(tenant)
 
     def fits(self, cost: int) -> bool:
-        return self.used_bytes + cost <= self._most_bytes
+        return self.used_bytes + cost <= self._max_bytes
 
     def could_fit(self, cost: int) -> bool:
-        """Whether so much would fit if nothing else were here."""
-        return cost <= self._most_bytes
+        """Whether the cost would fit into an empty tier."""
+        return cost <= self._max_bytes
 
     @property
-    def _most_bytes(self) -> int:
-        most = self._full_bytes
-        return self.limit_bytes if most is None else min(self.limit_bytes, most)
+    def _max_bytes(self) -> int:
+        full = self._full_bytes
+        return self.limit_bytes if full is None else min(self.limit_bytes, full)
 
-    def next_victim(self, spared: Container[bytes]) -> bytes | None:
-        """The key of the block to make room with; it stays until it leaves."""
-        return self._evictor.next_victim(spared)
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        """The key of the block to evict next. It is not removed."""
+        return self._evictor.next_victim(excluded)
 
     def reuse_probability(self, block: Block) -> float:
-        """That a block is used again, as far as is known."""
+        """Estimated probability that the block is used again."""
         return self._evictor.reuse_probability(block.tenant, block.key)
 
     @property
     def estimator(self) -> HitDensity:
-        """What this tier has learned about reuse, to be kept for the next process."""
+        """What this tier has learned about reuse, to be saved for the next process."""
         return self._evictor.estimator
 
-    # -- counting ------------------------------------------------------------------------------
-
     def use(self, block: Block) -> None:
-        """Count a use, which keeps the block longer."""
+        """Record a hit, which keeps the block longer."""
         self._evictor.use(block.tenant, block.key)
 
-    def enter(self, block: Block, size_bytes: int, written: BlockKind | None) -> None:
-        """Count a new copy. Of a chain, any part may come first."""
+    def add(self, block: Block, size_bytes: int, written: BlockKind | None) -> None:
+        """Count a new copy. The blocks of a chain may be added in any order."""
         above = block.parent
         parent = above.key if above is not None and self._tier in above.copies else None
         self._evictor.add(block.tenant, block.key, parent, size_bytes)
@@ -90,15 +85,15 @@ class TierBudget:
         self.used_bytes += size_bytes
 
     def resize(self, block: Block, size_bytes: int) -> None:
-        """Count a copy that is here as what it takes now."""
+        """Change the size of a copy."""
         copy = block.copies[self._tier]
         more_bytes = size_bytes - copy.size_bytes
         self._evictor.resize(block.tenant, more_bytes)
         self.used_bytes += more_bytes
         copy.size_bytes = size_bytes
 
-    def leave(self, block: Block) -> bool:
-        """Stop counting a copy; False: there is none."""
+    def remove(self, block: Block) -> bool:
+        """Stop counting a copy. Returns False if there is none."""
         copy = block.copies.pop(self._tier, None)
         if copy is None:
             return False
@@ -106,26 +101,17 @@ class TierBudget:
         self._evictor.remove(block.tenant, block.key, copy.size_bytes)
         return True
 
-    # -- a full medium -------------------------------------------------------------------------
-
     def shrink(self, shortfall_bytes: int) -> None:
-        """Take less than now by so much, until the limit is restored: the medium is full."""
-        most_bytes = min(self._most_bytes, self.used_bytes)
-        self._full_bytes = max(most_bytes - shortfall_bytes, 0)
+        """Lower the limit below the current use because the medium is full."""
+        self._full_bytes = max(min(self._max_bytes, self.used_bytes) - shortfall_bytes, 0)
 
     def restore_limit(self) -> None:
         self._full_bytes = None
 
 
-Blob = bytes | bytearray | memoryview
-TierState = Literal["ok", "full", "failing"]
-
-DEVICE = "device"  # what the engine's own memory is called beside the tiers of the store
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Write:
-    """A block to be written; a later write of the same key is another one."""
+    """A block to be written. Two writes of the same key are different writes."""
 
     key: bytes
     record: Record
@@ -148,16 +134,19 @@ class StoredBlock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks on their way up from a tier. When it is done each is among the records, or bad, or was
-    missed for no fault of its copy."""
+    """A read of several blocks from a tier.
+
+    When it is done, each block is in `records`, or in `bad`, or in neither if it could not be read
+    through no fault of its copy.
+    """
 
     tier: str
-    blocks: dict[bytes, Block]  # what was asked for, in order
-    kinds: dict[bytes, BlockKind]  # what they were then
-    size_bytes: int  # that it takes of memory
+    blocks: dict[bytes, Block]  # in the order of the request
+    kinds: dict[bytes, BlockKind]  # when the fetch began
+    size_bytes: int  # of memory
     is_done: bool = False
-    is_released: bool = False  # nobody waits for it: what is not being read yet need not be
-    is_late: bool = False  # it was given up, so its tier is left out until it is done
+    is_released: bool = False  # nobody waits, so reads that have not begun are skipped
+    is_late: bool = False  # it timed out, and its tier is not used until it is done
     records: dict[bytes, Record] = field(default_factory=dict)
     bad: dict[bytes, str] = field(default_factory=dict)
 
@@ -168,8 +157,8 @@ class Fetch:
         size_bytes = sum(kind.size_bytes for kind in copies)
         return cls(tier, {block.key: block for block in blocks}, kinds, size_bytes)
 
-    def blob(self, block: Block) -> Blob | None:
-        """The state that was read, if it is of use for the block as it is now."""
+    def blob(self, block: Block) -> Buffer | None:
+        """The state that was read, if it still serves the block."""
         record = self.records.get(block.key)
         if record is None or not serves(record, block):
             return None
@@ -177,13 +166,13 @@ class Fetch:
 
 
 def serves(record: Record, block: Block) -> bool:
-    """Whether a record is as good as its block, or better in what can be left off."""
+    """Whether a record is at least as good as its block. A checkpoint at its end can be cut off."""
     return record.exact >= block.exact and record.resumable >= block.resumable
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """These writes are done, and would survive the end of the process."""
+    """These writes are done and would survive the end of the process."""
 
     tier: str
     writes: tuple[Write, ...]
@@ -191,8 +180,8 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """These are not done, and why; `is_there` when their bytes are there and will be found when the
-    tier is next opened, though it cannot say so now."""
+    """These writes failed. With `is_there` the bytes are stored and will be found when the tier is
+    opened again, but the tier cannot serve them now."""
 
     tier: str
     writes: tuple[Write, ...]
@@ -203,23 +192,23 @@ class WriteFailed:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A tier has read all that a fetch asked of it."""
+    """A tier has finished a fetch."""
 
     fetch: Fetch
 
 
 @dataclass(frozen=True, slots=True)
 class Flushed:
-    """Everything asked for before is done, or has failed; `is_safe` unless a removal or a change of
-    what is remembered is among what failed."""
+    """Every earlier order is done or has failed. `is_safe` is False if a removal or a change of
+    entries failed."""
 
-    then: Callable[[bool], None]  # with `is_safe`
+    then: Callable[[bool], None]  # called with `is_safe`
     is_safe: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Unavailable:
-    """A tier cannot be opened now, and why; it is tried again."""
+class TierUnavailable:
+    """A tier cannot be opened now. It is tried again later."""
 
     tier: str
     state: str
@@ -227,22 +216,22 @@ class Unavailable:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """A tier is there; what it holds is reported as it is read."""
+class TierOpened:
+    """A tier is open. Its blocks are reported as they are read."""
 
     tier: str
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a tier holds that was opened beside the turns, parents first; `is_all` at the end."""
+class BlocksFound:
+    """Blocks of a tier that is being opened, parents first. The last event has `is_all`."""
 
     tier: str
     blocks: tuple[StoredBlock, ...]
     is_all: bool = False
 
 
-TierEvent = Written | WriteFailed | Fetched | Flushed | Unavailable | Opened | Found | PictureRead
+TierEvent = Written | WriteFailed | Fetched | Flushed | TierUnavailable | TierOpened | BlocksFound
 OnEvent = Callable[[TierEvent], None]
 
 
@@ -254,80 +243,76 @@ class TierCounts:
 
 
 class Tier(Protocol):
-    """Called by the engine's thread only. A tier below the first is closed under parents: whoever
-    puts a block there has put its parent before, and removes it after."""
+    """Called from the engine's thread only.
+
+    A tier below the first is closed under parents: a block is put after its parent and removed
+    before it.
+    """
 
     name: str
-    persistent: bool  # what it holds outlives the process
-    is_open: bool  # else it takes nothing yet, and may hold more than is known
+    persistent: bool  # its blocks survive the process
+    is_open: bool  # a tier that is being opened takes no writes
     budget: TierBudget
     state: TierState
     counts: TierCounts
-    pending_bytes: int  # state that waits in memory to be written
-
-    # -- its blocks ----------------------------------------------------------------------------
+    pending_bytes: int  # state in memory that waits to be written
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
-        """What a block takes of the budget."""
+        """What a block takes of the budget, in bytes."""
 
     def holds(self, block: Block) -> bool:
-        """Whether it has a copy, or will have one when it is written."""
+        """Whether the tier has a copy, or will have one when it is written."""
 
-    def get(self, block: Block) -> Blob | None:
-        """The block's bytes if they are at hand; else they have to be read."""
+    def get(self, block: Block) -> Buffer | None:
+        """The block's bytes if they are in memory. Otherwise they have to be read."""
 
-    def put(self, block: Block, blob: Blob) -> None:
-        """Take a copy, in place of the one that is here; whoever puts makes room first."""
+    def put(self, block: Block, blob: Buffer) -> None:
+        """Store a copy, replacing the current one. The caller makes room first."""
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        """Let go of the copy, if there is one, of a block without children here; `quarantine` keeps
-        bad bytes for a look at them."""
+        """Remove the copy of a block without children here; `quarantine` keeps the bad file."""
 
     def resize(self, block: Block, kind: BlockKind) -> None:
-        """Count a copy that is here as one of this kind: its replacement was not written."""
+        """Count a copy as this kind, because its replacement was not written."""
 
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
-        """Start reading what is not at hand; `Fetched` follows, soon if the fetch is released."""
-
-    # -- its writes ----------------------------------------------------------------------------
+        """Start reading blocks that are not in memory. `Fetched` follows in any case."""
 
     @property
     def takes_writes(self) -> bool: ...
 
     @property
     def has_queue_room(self) -> bool:
-        """Whether more may wait to be written."""
+        """Whether the write queue has room."""
 
     def complete(self, event: Written | WriteFailed) -> list[Write]:
-        """Stop waiting for these writes; those of them that were not overtaken since."""
+        """Remove these writes from the queue. Returns those that no later write has replaced."""
 
     def fail(self, event: WriteFailed) -> None:
-        """Take in the failure, after its blocks were removed: a full medium gets back what was
-        missing; after any other fault nothing is written until the next try."""
+        """Handle a failed write, after its blocks were removed. On a full medium the budget
+        shrinks. After another error nothing is written until `retry`."""
 
     def retry(self) -> None:
-        """Accept writes again after a failure; the next one shows."""
+        """Accept writes again after a failure."""
 
     def flush(self, then: Callable[[bool], None]) -> None:
-        """Have `Flushed` reported when all that was asked for before is done or has failed."""
-
-    # -- beginning and end ---------------------------------------------------------------------
+        """Report `Flushed` when every earlier order is done or has failed."""
 
     def stored(self) -> Iterable[StoredBlock]:
-        """What it held when it was opened, parents first."""
+        """The blocks that the tier held when it was opened, parents first."""
 
     def adopt(self, block: Block, kind: BlockKind) -> None:
-        """Count a block that it held when it was opened."""
+        """Count a block that was stored when the tier was opened."""
 
     def discard(self, key: bytes) -> None:
-        """Remove what it held when it was opened and nobody can use."""
+        """Remove a stored block that cannot be used."""
 
     def close(self) -> None:
-        """Finish what was asked for."""
+        """Finish every order, then release the resources."""
 
 
 class BaseTier:
-    """What tiers have in common: a name, a budget, and how they take failures."""
+    """The name, the budget and the failure handling of every tier."""
 
     def __init__(
         self, name: str, limit_bytes: int, *, persistent: bool, eviction: EvictionPolicy
@@ -355,3 +340,55 @@ class BaseTier:
     def retry(self) -> None:
         self.budget.restore_limit()
         self.state = "ok"
+
+
+class Tiers(tuple[Tier, ...]):
+    """The tiers of a store, fastest first."""
+
+    __slots__ = ()
+
+    def get(self, block: Block) -> Buffer | None:
+        """The block's state if a tier has it in memory."""
+        for tier in self:
+            if (blob := tier.get(block)) is not None:
+                # The copy may have a checkpoint that the block does not claim.
+                return blob if len(blob) == block.size_bytes else blob[: block.size_bytes]
+        return None
+
+    def source(self, block: Block) -> Tier:
+        """The fastest tier to read a block from. State in memory counts as the first tier."""
+        if self.get(block) is not None:
+            return self[0]
+        return next(tier for tier in self if tier.holds(block))
+
+    def slowest(self, blocks: Iterable[Block]) -> str | None:
+        """The name of the slowest source of these blocks."""
+        return self.slower(*(self.source(block).name for block in blocks))
+
+    def slower(self, *names: str) -> str | None:
+        """The slowest of these tiers, or None without names."""
+        return next((tier.name for tier in reversed(self) if tier.name in names), None)
+
+    def held_bytes(self, tenant: bytes | None) -> dict[str, int]:
+        """Bytes per tier that a tenant holds, or that all tenants hold together."""
+        if tenant is None:
+            return {tier.name: tier.budget.used_bytes for tier in self}
+        return {tier.name: tier.budget.held_bytes(tenant) for tier in self}
+
+    @property
+    def is_congested(self) -> bool:
+        """Whether the write queue of a tier is full."""
+        return not all(tier.has_queue_room for tier in self)
+
+    def flush(self, then: Callable[[bool], None]) -> None:
+        """Call back on this thread when every tier has finished its earlier orders. The argument
+        says whether removals and changes of entries are safe in all tiers."""
+        outcomes: list[bool] = []
+
+        def flushed(is_safe: bool) -> None:
+            outcomes.append(is_safe)
+            if len(outcomes) == len(self):
+                then(all(outcomes))
+
+        for tier in self:
+            tier.flush(flushed)

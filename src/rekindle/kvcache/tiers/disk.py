@@ -1,4 +1,4 @@
-"""The disk tier: blocks as files, written behind by one thread and read by others."""
+"""The disk tier: stores blocks as files. One thread writes behind the turns, others read."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.codec import Record, record_bytes
-from rekindle.kvcache.disk.block_files import MOST_QUARANTINE_BYTES, BlockReading
+from rekindle.kvcache.disk.block_files import BlockReading
+from rekindle.kvcache.disk.entry_table import Change
 from rekindle.kvcache.disk.folder import Folder
-from rekindle.kvcache.disk.index_db import Change
 from rekindle.kvcache.disk.opening import Opening, stored_blocks
 from rekindle.kvcache.disk.policy_state import PolicyState
 from rekindle.kvcache.disk.writer import BackUp, Commit, Remove, SavePolicyState, Writer
 from rekindle.kvcache.tiers.base import (
     BaseTier,
-    Blob,
     Fetch,
     Fetched,
     Flushed,
@@ -29,16 +28,22 @@ from rekindle.kvcache.tiers.base import (
     WriteFailed,
     Written,
 )
-from rekindle.memory import Allocate, plain_memory
+from rekindle.memory import Allocate, Buffer, plain_memory
 from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
-# ----------------------------------------------------------------------
-# A tier that writes behind: a block counts when it is put and is written later, by others.
+log = logging.getLogger("rekindle.cache")
+
+NAME = "disk"
+READER_BYTES = 8 << 20  # one more thread reads a block for each of these
+LAST_READS_S = 5.0  # time for running reads to end when the tier is closed
+COPIES = 2  # of the index: the current one and its backup
+MIN_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and its backup
 
 
 class WriteBehindTier(BaseTier, ABC):
-    """Holds what is not yet written, so that it can be had and overtaken until it is."""
+    """Counts a block when it is put and writes it later. Until then its bytes stay in memory, where
+    they can be read and replaced."""
 
     def __init__(
         self,
@@ -49,39 +54,39 @@ class WriteBehindTier(BaseTier, ABC):
     ) -> None:
         super().__init__(name, limit_bytes, persistent=True, eviction=eviction)
         self.queue_bytes = queue_bytes
-        self._pending: dict[bytes, Write] = {}  # asked for, not yet done
+        self._pending: dict[bytes, Write] = {}
 
     @abstractmethod
     def cost(self, tokens: Tokens, state_bytes: int) -> int: ...
 
     @abstractmethod
     def _write(self, write: Write) -> None:
-        """Have a block written; `Written` or `WriteFailed` follows."""
+        """Start writing a block. `Written` or `WriteFailed` follows."""
 
     @abstractmethod
     def _delete(self, key: bytes, *, quarantine: bool) -> None:
-        """Have a block deleted, after what was asked for before."""
+        """Delete a block after every earlier order."""
 
     @property
     def has_queue_room(self) -> bool:
         return self.pending_bytes < self.queue_bytes
 
     def adopt(self, block: Block, kind: BlockKind) -> None:
-        self.budget.enter(block, self.cost(block.tokens, kind.size_bytes), kind)
+        self.budget.add(block, self.cost(block.tokens, kind.size_bytes), kind)
 
-    def get(self, block: Block) -> Blob | None:
-        """The bytes of a block that is still waiting to be written."""
+    def get(self, block: Block) -> Buffer | None:
+        """The bytes of a block whose write is pending."""
         write = self._pending.get(block.key)
         return write.record.blob if write else None
 
-    def put(self, block: Block, blob: Blob) -> None:
-        """Have a block written; until then the copy that is there stands."""
+    def put(self, block: Block, blob: Buffer) -> None:
+        """Queue a block to be written. Until then its current copy stays valid."""
         assert block.parent is not None
         cost = self.cost(block.tokens, len(blob))
         if self.holds(block):
             self.budget.resize(block, cost)
         else:
-            self.budget.enter(block, cost, None)
+            self.budget.add(block, cost, None)
         record = Record(
             block.namespace, block.parent.key, block.tokens, blob, block.exact, block.resumable
         )
@@ -92,7 +97,7 @@ class WriteBehindTier(BaseTier, ABC):
         self._write(write)
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        if self.budget.leave(block):
+        if self.budget.remove(block):
             self._forget_pending(block.key)
             self._delete(block.key, quarantine=quarantine)
 
@@ -115,24 +120,12 @@ class WriteBehindTier(BaseTier, ABC):
             self.pending_bytes -= len(write.record.blob)
 
 
-log = logging.getLogger("rekindle.cache")
-
-NAME = "disk"
-READERS = 2  # unless there are cores for more
-READER_BYTES = 8 << 20  # of a block that are worth another reader
-LAST_READS_S = 5.0  # for reads in progress to end when the tier is closed
-PAGE_BYTES = 4096  # what a file system counts in
-ROW_BYTES = 256  # a block's row in the index, beside its tokens
-COPIES = 2  # of the index: one in use, one for the day it is damaged
-LEAST_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and its copy
-
-
 class DiskTier(WriteBehindTier):
-    """Called by the engine's thread only, but for what the writer and the readers do inside.
+    """Called from the engine's thread only.
 
-    Given a folder it is open at once. Given how to have one it opens beside the turns: `attach`
-    when that is `Opened`, `begin` when all in it is taken in. Until then nothing is written, and
-    changes of entries wait.
+    With a folder it is open immediately. With a function that opens one, it opens in the
+    background: `attach` follows the event `TierOpened`, and `begin` follows when all blocks have
+    been loaded. Until then nothing is written, and changes of entries wait.
     """
 
     def __init__(
@@ -142,19 +135,19 @@ class DiskTier(WriteBehindTier):
         *,
         floor_bytes: int = 0,
         queue_bytes: int = 128 << 20,
-        entries_bytes: int = 0,  # what entries may take of the index
+        entries_bytes: int = 0,  # of the index
         eviction: EvictionPolicy = "hit-density",
-        allocate: Allocate = plain_memory,  # what blocks are read into
-        readers: int = READERS,
+        allocate: Allocate = plain_memory,  # the memory that blocks are read into
+        readers: int = 2,
     ) -> None:
         super().__init__(NAME, 0, queue_bytes, eviction)
         self._allocate = allocate
         self._on_event = on_event
         self._writer = Writer(NAME, on_event, floor_bytes)
         self._readers = ThreadPoolExecutor(readers, "disk-reader")
-        self._most_readers = readers  # of one block
-        self._reads: set[Future[None]] = set()  # that have not ended
-        self._flushes: list[Flushed] = []  # asked for before it was open
+        self._max_readers = readers
+        self._reads: set[Future[None]] = set()  # running
+        self._flushes: list[Flushed] = []  # requested before it was open
         self._folder: Folder | None = None
         self.opening: Opening | None = None
         if isinstance(folder, Folder):
@@ -166,22 +159,18 @@ class DiskTier(WriteBehindTier):
 
     @property
     def folder(self) -> Folder:
-        assert self._folder is not None, "it is not there yet"
+        assert self._folder is not None, "the folder is not open yet"
         return self._folder
 
-    # -- beginning -----------------------------------------------------------------------------
-
     def attach(self, folder: Folder, entries_bytes: int, other_bytes: int = 0) -> None:
-        """This is its folder; what is in it is reported next. `other_bytes` of it are others'."""
-        files = folder.block_files
-        files.most_quarantine_bytes = min(MOST_QUARANTINE_BYTES, folder.limit_bytes // 16)
-        index_bytes = LEAST_INDEX_BYTES + COPIES * entries_bytes
-        reserved_bytes = index_bytes + files.most_quarantine_bytes + other_bytes
+        """Use this folder. `other_bytes` of its limit are reserved for other files."""
+        index_bytes = MIN_INDEX_BYTES + COPIES * entries_bytes
+        reserved_bytes = index_bytes + folder.block_files.max_quarantine_bytes + other_bytes
         self.budget.limit_bytes = max(folder.limit_bytes - reserved_bytes, 0)
         self._folder = folder
 
     def begin(self) -> None:
-        """All that the folder held is taken in: from here on the writer uses the index."""
+        """Start the writer, after all blocks of the folder have been loaded."""
         self.is_open = True
         self._writer.start(self.folder)
         flushes, self._flushes = self._flushes, []
@@ -192,12 +181,10 @@ class DiskTier(WriteBehindTier):
         return stored_blocks(self.folder.take_listed()[0]) if self.is_open else iter(())
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
-        """What a block takes of the disk: its file in whole pages, and its row."""
+        """What a block takes of the disk: its file in 4 KiB pages, and its row in the index."""
         packed_bytes = len(tokens.packed)
         size = record_bytes(packed_bytes, state_bytes)
-        return -(-size // PAGE_BYTES) * PAGE_BYTES + COPIES * (ROW_BYTES + packed_bytes)
-
-    # -- writing -------------------------------------------------------------------------------
+        return -(-size // 4096) * 4096 + COPIES * (256 + packed_bytes)
 
     def _write(self, write: Write) -> None:
         self._writer.put(write)
@@ -206,11 +193,11 @@ class DiskTier(WriteBehindTier):
         self._writer.put(Remove(key, quarantine))
 
     def journal(self, change: Change) -> None:
-        """Have a change of entries or names written to the index."""
+        """Queue a change of entries or names for the index."""
         self._writer.note(change)
 
     def give_way(self, busy: bool) -> None:
-        """Write little while turns are computed."""
+        """Write little while turns are being computed."""
         self._writer.give_way(busy)
 
     def back_up(self) -> None:
@@ -226,13 +213,13 @@ class DiskTier(WriteBehindTier):
         if self.is_open:
             self._writer.put(Flushed(then))
         elif self._folder is not None:
-            self._flushes.append(Flushed(then))  # what there is to remove may not be found yet
+            self._flushes.append(Flushed(then))  # blocks to remove may not have been loaded yet
         else:
             then(False)
 
     def commit(self, then: Callable[[bool], None]) -> None:
-        """Have `Flushed` reported when the index has what was noted before, or has failed to take
-        it; it does not wait for state."""
+        """Report `Flushed` when the index has every earlier change, or has failed to take it. Does
+        not wait for state."""
         if self.is_open:
             self._writer.put(Commit(then))
         else:
@@ -242,22 +229,22 @@ class DiskTier(WriteBehindTier):
         super().retry()
         self._writer.retry()
 
-    # -- reading -------------------------------------------------------------------------------
-
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
-        """Blocks in their order, so that the first is there soonest: all readers take part in one
-        that is large, and go on with the next."""
-        share = _Share(len(blocks))
+        """Read blocks in order, so that the first is complete first. All readers share the work on
+        a large block."""
+        remaining = _Countdown(len(blocks))
         for block in blocks:
             kind = block.copies[self.name].written or block.kind
             size = record_bytes(len(block.tokens.packed), kind.size_bytes)
             reading = self.folder.block_files.reading(block.key, size, self._allocate)
-            for _ in range(min(self._most_readers, max(size // READER_BYTES, 1))):
-                read = self._readers.submit(self._read_on, fetch, share, block.key, reading)
+            for _ in range(min(self._max_readers, max(size // READER_BYTES, 1))):
+                read = self._readers.submit(self._read_part, fetch, remaining, block.key, reading)
                 self._reads.add(read)
                 read.add_done_callback(self._reads.discard)
 
-    def _read_on(self, fetch: Fetch, share: _Share, key: bytes, reading: BlockReading) -> None:
+    def _read_part(
+        self, fetch: Fetch, remaining: _Countdown, key: bytes, reading: BlockReading
+    ) -> None:
         if not reading.take_part(lambda: not fetch.is_released):
             return
         try:
@@ -266,15 +253,13 @@ class DiskTier(WriteBehindTier):
                 fetch.records[key] = record
         except CorruptBlock as error:
             fetch.bad[key] = str(error)
-        except Exception:  # no handles or no memory just now: a plain miss, and a turn waits
+        except Exception:  # no handles or no memory: a plain miss, because a turn waits
             log.exception("reading a block failed")
-        if share.is_through():
+        if remaining.count_down():
             self._on_event(Fetched(fetch))
 
-    # -- ending --------------------------------------------------------------------------------
-
     def close(self) -> None:
-        """Write what is queued, then let go of the folder."""
+        """Finish queued writes, then close the folder."""
         if self.opening is not None:
             self.opening.close()
             self._folder = self._folder or self.opening.folder
@@ -284,19 +269,19 @@ class DiskTier(WriteBehindTier):
             self.begin()
         self._writer.close()
         self._readers.shutdown(wait=False, cancel_futures=True)
-        wait(list(self._reads), LAST_READS_S)  # one may hang for ever
+        wait(list(self._reads), LAST_READS_S)  # one may hang forever
         self.folder.close()
 
 
-class _Share:
-    """How many reads of a fetch are still to be done here; any thread."""
+class _Countdown:
+    """Counts the blocks of a fetch that are not read yet. Any thread may call it."""
 
     def __init__(self, blocks: int) -> None:
         self._left = blocks
         self._lock = threading.Lock()
 
-    def is_through(self) -> bool:
-        """Count one as done; whether it was the last."""
+    def count_down(self) -> bool:
+        """Count one block as read. Returns True for the last one."""
         with self._lock:
             self._left -= 1
             return not self._left

@@ -1,4 +1,4 @@
-"""The RAM tier: blocks as bytes, under a budget that is really kept."""
+"""The RAM tier: holds blocks as bytes and never exceeds its budget."""
 
 from __future__ import annotations
 
@@ -7,44 +7,43 @@ from collections.abc import Callable, Iterable, Sequence
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.tiers.base import (
     BaseTier,
-    Blob,
     Fetch,
     StoredBlock,
     Write,
     WriteFailed,
     Written,
 )
+from rekindle.memory import Buffer
 from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
 
-OVERHEAD_BYTES = (
-    2176  # a block's key, node, copies and table entries, and a share of its namespace's root
-)
+#: Memory of a block's key, node, copies and table entries, and a share of its namespace's root.
+OVERHEAD_BYTES = 2176
 
 
 def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
-    """What keeping a block really takes."""
+    """Memory that a block takes."""
     return state_bytes + len(tokens.packed) + OVERHEAD_BYTES
 
 
 class RamTier(BaseTier):
-    """Holds bytes by key; all that it holds is at hand. It refuses to outgrow its limit."""
+    """Holds bytes by key. Everything in it can be used without a read."""
 
     def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "hit-density") -> None:
         super().__init__("ram", limit_bytes, persistent=False, eviction=eviction)
-        self._blobs: dict[bytes, Blob] = {}
+        self._blobs: dict[bytes, Buffer] = {}
 
     @property
     def has_queue_room(self) -> bool:
-        return True  # nothing waits
+        return True
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         return cost_bytes(tokens, state_bytes)
 
-    def get(self, block: Block) -> Blob | None:
+    def get(self, block: Block) -> Buffer | None:
         return self._blobs.get(block.key)
 
-    def put(self, block: Block, blob: Blob) -> None:
+    def put(self, block: Block, blob: Buffer) -> None:
         cost = cost_bytes(block.tokens, len(blob))
         held = block.copies.get(self.name)
         if not self.budget.fits(cost - (held.size_bytes if held else 0)):
@@ -53,21 +52,21 @@ class RamTier(BaseTier):
             self.budget.resize(block, cost)
             held.written = block.kind
         else:
-            self.budget.enter(block, cost, block.kind)
+            self.budget.add(block, cost, block.kind)
         self._blobs[block.key] = blob
 
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
-        if self.budget.leave(block):
+        if self.budget.remove(block):
             del self._blobs[block.key]
 
     def resize(self, block: Block, kind: BlockKind) -> None:
-        """Leave off what comes after this kind's state."""
+        """Cut off the bytes after the state of this kind."""
         blob = self._blobs[block.key]
         if len(blob) > kind.size_bytes:
             self.put(block, bytes(blob[: kind.size_bytes]))
 
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
-        raise NotImplementedError("all that RAM holds is at hand")
+        raise NotImplementedError("blocks in RAM need no read")
 
     def complete(self, event: Written | WriteFailed) -> list[Write]:
         return []
@@ -79,10 +78,10 @@ class RamTier(BaseTier):
         return ()
 
     def adopt(self, block: Block, kind: BlockKind) -> None:
-        raise NotImplementedError("RAM holds nothing when it is opened")
+        raise NotImplementedError("RAM is empty when it is opened")
 
     def discard(self, key: bytes) -> None:
-        """It held nothing."""
+        """RAM is empty when it is opened."""
 
     def close(self) -> None:
-        """It has no resources."""
+        """RAM has no resources to release."""

@@ -12,7 +12,8 @@ from rekindle.engine.base import Engine, StateFiles
 from rekindle.errors import BadRequest, CorruptBlock, ServerError, Unsupported
 from rekindle.kvcache.block import Block, PrefixHandle, WriteBack, chain, chain_key
 from rekindle.kvcache.entries.entry import Draft, Entry, Name
-from rekindle.kvcache.tiers.base import Blob, Fetch
+from rekindle.kvcache.tiers.base import Fetch
+from rekindle.memory import Buffer
 from rekindle.protocol.admin import StateFile
 from rekindle.runtime.background import Pieces
 from rekindle.runtime.encode.tokenisation import check_token_ids
@@ -103,7 +104,7 @@ class StateTransfer:
             raise NoState
         return held[::-1]
 
-    def _blob(self, rest: list[Block], windows: list[Fetch]) -> Pieces[Blob]:
+    def _blob(self, rest: list[Block], windows: list[Fetch]) -> Pieces[Buffer]:
         """Return the state of the first block. Reading it also reads the blocks after it."""
         block, until_s = rest[0], self._now_s() + FETCH_TIMEOUT_S
         while (blob := self._at_hand(block, windows)) is None:
@@ -121,7 +122,7 @@ class StateTransfer:
         yield
         return blob
 
-    def _at_hand(self, block: Block, windows: list[Fetch]) -> Blob | None:
+    def _at_hand(self, block: Block, windows: list[Fetch]) -> Buffer | None:
         found = (each.blob(block) for each in windows if each.is_done and block.key in each.blocks)
         return self._store.get(block) or next(found, None)
 

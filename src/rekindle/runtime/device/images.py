@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from rekindle.engine.base import Engine, Matrix
 from rekindle.errors import ServerError
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.disk.image_files import EncodedPicture, PictureFiles, PictureRead
+from rekindle.lru import ByteLru
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Media
 
@@ -39,28 +39,34 @@ class EncodedPictures:
     """Vectors in memory, within a budget, and below that in files; those least recently used go
     first. Called by the engine's thread."""
 
-    def __init__(self, limit_bytes: int, now_s: Callable[[], float] = time.monotonic) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
+    def __init__(
+        self,
+        limit_bytes: int,
+        now_s: Callable[[], float] = time.monotonic,
+        open_files: OpenFiles | None = None,
+    ) -> None:
+        """`open_files` is None for a model without vision."""
         self.counts = PictureCounts()
         self.files: PictureFiles | None = None
-        self.open_files: OpenFiles | None = None  # None: the model sees none
+        self._open_files = open_files
         self._now_s = now_s
-        self._held: OrderedDict[bytes, Matrix] = OrderedDict()
+        self._held: ByteLru[bytes, Matrix] = ByteLru(limit_bytes, lambda vectors: vectors.nbytes)
         self._reading: dict[bytes, float] = {}  # since when
         self._arrived: tuple[bytes, Matrix] | None = None  # from a file, too large to be held
 
     def attach(self, folder: Path, limit_bytes: int) -> bool:
         """Keep them in files of a folder, too, if they may be; raises OSError."""
-        if self.open_files is not None:
-            self.files = self.open_files(folder, limit_bytes=limit_bytes)
+        if self._open_files is not None:
+            self.files = self._open_files(folder, limit_bytes=limit_bytes)
         return self.files is not None
+
+    @property
+    def used_bytes(self) -> int:
+        return self._held.used_bytes
 
     def get(self, key: bytes) -> Matrix | None:
         vectors = self._held.get(key)
-        if vectors is not None:
-            self._held.move_to_end(key)
-        elif self._arrived and self._arrived[0] == key:
+        if vectors is None and self._arrived and self._arrived[0] == key:
             vectors, self._arrived = self._arrived[1], None
         if vectors is not None:
             self.counts.hits += 1
@@ -82,31 +88,15 @@ class EncodedPictures:
         self._reading.pop(read.key, None)
         if read.picture is not None:
             vectors = _matrix(read.picture)
-            self._hold(read.key, vectors)
-            if read.key not in self._held:
+            if read.key in self._held.put(read.key, vectors):
                 self._arrived = (read.key, vectors)
 
     def put(self, key: bytes, vectors: Matrix, *, durable: bool) -> None:
         """Keep them; in a file, too, if they may be."""
-        self._hold(key, vectors)
+        self._held.put(key, vectors)
         if durable and self.files is not None:
             rows, width = vectors.shape
             self.files.write(key, EncodedPicture(rows, width, vectors.data.cast("B")))
-
-    def _hold(self, key: bytes, vectors: Matrix) -> None:
-        """In memory, unless they alone are more than there is room for."""
-        self._forget(key)
-        if vectors.nbytes > self.limit_bytes:
-            return
-        while self.used_bytes + vectors.nbytes > self.limit_bytes:
-            self._forget(next(iter(self._held)))
-        self._held[key] = vectors
-        self.used_bytes += vectors.nbytes
-
-    def _forget(self, key: bytes) -> None:
-        vectors = self._held.pop(key, None)
-        if vectors is not None:
-            self.used_bytes -= vectors.nbytes  # the only line that subtracts
 
     def close(self) -> None:
         if self.files is not None:

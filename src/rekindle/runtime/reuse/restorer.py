@@ -17,8 +17,7 @@ from rekindle.errors import CorruptBlock, EngineBroken, PoolFull
 from rekindle.kvcache.block import Block, WriteBack
 from rekindle.kvcache.plan import Plan
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiered import Tiers
-from rekindle.kvcache.tiers.base import Fetch
+from rekindle.kvcache.tiers.base import Fetch, Tiers
 from rekindle.protocol.events import Reason
 from rekindle.runtime.device.offload import Counts, StepBudget
 from rekindle.runtime.schedule.turn import Restoration

@@ -1,4 +1,4 @@
-"""Opening what a runtime remembers: RAM, and the model's cache folder below it."""
+"""Chooses the budgets of a runtime's cache, and opens it: RAM, and below it the model's folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rekindle.kvcache.disk.folder import Folder, open_folder, used_bytes
 from rekindle.kvcache.disk.image_files import PictureFiles
 from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries.entries import Entries
-from rekindle.kvcache.entries.entry import Clock
+from rekindle.kvcache.entries.entry import Clock, Entry
 from rekindle.kvcache.store import Store
-from rekindle.kvcache.tiers.base import OnEvent, Tier
+from rekindle.kvcache.tiers.base import Tier
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.memory import Allocate, host_free_bytes, plain_memory
@@ -27,31 +27,30 @@ from rekindle.protocol.frames import PARKED, POOL, Capacity
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import GB, GIB, RuntimeSettings, usable_cores
 from rekindle.runtime.device.images import EncodedPictures
-from rekindle.runtime.storage.storage import Log, RamShares, Storage, unavailable_line
-
-# ----------------------------------------------------------------------
-# How much RAM and disk cached state may take: as told, or as fits the machine.
-
-RAM_SHARE = 4  # one in so many bytes of the free memory
-LEAST_RAM_BYTES = 2 * GIB  # where there is that much
-DISK_SHARE = 10  # one in so many bytes of the free disk, with what the cache has taken of it
-LEAST_DISK_BYTES = 10 * GB
+from rekindle.runtime.storage.storage import (
+    Log,
+    RamShares,
+    Storage,
+    StorageEvent,
+    reads_line,
+    unavailable_line,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
     ram_bytes: int  # of one model
-    disk_bytes: int  # of all that share the cache folder
+    disk_bytes: int  # of all models that share the cache folder
 
 
 class Machine:
-    """What budgets are chosen by."""
+    """Measures the free memory and disk of this machine."""
 
     def free_memory_bytes(self) -> int:
         return host_free_bytes()
 
     def free_disk_bytes(self, folder: Path) -> int:
-        """What the folder has and could have; 0 where nobody can say."""
+        """What the folder takes and what is free; 0 if unknown."""
         place = folder.absolute()
         try:
             existing = next(path for path in (place, *place.parents) if path.exists())
@@ -64,72 +63,64 @@ class Machine:
 
 
 def choose_budgets(load: LoadModel, machine: Machine | None = None) -> Budgets:
-    """Before the model is loaded, whose weights count as if they were; those of this server share
-    the memory."""
+    """Choose budgets that are not set: a quarter of the free memory, at least 2 GiB if there is
+    that much, and a tenth of the free disk, at least 10 GB. The weights of this model, which is not
+    loaded yet, count as used, and all models of the server share the memory."""
     machine = machine or Machine()
     ram_bytes, disk_bytes = load.settings.ram_cache, load.settings.disk_cache
     if ram_bytes is None:
         left_bytes = max(machine.free_memory_bytes() - _weights_bytes(Path(load.path)), 0)
-        ram_bytes = _ram_bytes(left_bytes // max(len(load.served), 1))
+        left_bytes //= max(len(load.served), 1)
+        ram_bytes = max(left_bytes // 4, 2 * GIB if left_bytes >= 2 * GIB else 0)
     if disk_bytes is None:
         free_bytes = machine.free_disk_bytes(load.settings.cache_dir)
-        disk_bytes = max(free_bytes // DISK_SHARE, LEAST_DISK_BYTES)
+        disk_bytes = max(free_bytes // 10, 10 * GB)
     return Budgets(ram_bytes, disk_bytes)
 
 
 def _weights_bytes(path: Path) -> int:
-    """Of a file, all parts of a split one, or a folder; nothing where there is no model."""
+    """Size of a model file, of all parts of a split one, or of a folder."""
     if path.is_dir():
         return used_bytes(path)
     parts = (path.with_name(name) for name in split_names(path.name))
     return sum(part.stat().st_size for part in parts if part.is_file())
 
 
-def _ram_bytes(free_bytes: int) -> int:
-    least_bytes = LEAST_RAM_BYTES if free_bytes >= LEAST_RAM_BYTES else 0
-    return max(free_bytes // RAM_SHARE, least_bytes)
-
-
-SECRET_BYTES = 32
-LEAST_READERS, MOST_READERS = 2, 16  # of blocks
-LIKELY = 0.2  # that a block is used again, for it to be written when it leaves RAM
-
-
 def open_storage(
     load: LoadModel,
     budgets: Budgets,
     capabilities: Capabilities,
-    on_event: OnEvent,
+    on_event: Callable[[StorageEvent], None],
     log: Log,
     allocate: Allocate = plain_memory,
+    on_remove: Callable[[Entry], None] = lambda _entry: None,
 ) -> Storage:
-    """With RAM alone if there can be no folder; blocks are read into memory that is allocated
-    so."""
+    """Open RAM, and the folder in the background if there is one. Blocks are read into memory from
+    `allocate`. `on_remove` is called with each deleted entry."""
     settings, clock = load.settings, Clock()
     found = _find_disk(load, budgets.disk_bytes, capabilities, log)
     shares = RamShares.of(budgets.ram_bytes, capabilities, has_disk=found.open is not None)
-    disk = None
-    if found.open is not None:
-        disk = DiskTier(
-            found.open,
-            on_event,
-            floor_bytes=settings.disk_floor,
-            queue_bytes=shares.queue_bytes,
-            eviction=settings.cache_eviction,
-            allocate=allocate,
-            readers=_readers(capabilities),
-        )
-    store = _store_over(disk, settings, shares, capabilities.block_tokens)
-    journal = disk.journal if disk else None
-    pictures = EncodedPictures(shares.pictures_bytes, clock.steady_s)
-    if capabilities.sees:
-        pictures.open_files = partial(
-            PictureFiles, secret=found.secret, on_read=on_event, floor_bytes=settings.disk_floor
-        )
+    disk = found.open and DiskTier(
+        found.open,
+        on_event,
+        floor_bytes=settings.disk_floor,
+        queue_bytes=shares.queue_bytes,
+        eviction=settings.cache_eviction,
+        allocate=allocate,
+        readers=_readers(capabilities),
+    )
+    store = _open_store(settings, shares, capabilities.block_tokens, disk, log)
+    journal, entries_bytes = disk.journal if disk else None, shares.entries_bytes
+    entries = Entries(store, clock, journal, limit_bytes=entries_bytes, on_remove=on_remove)
+    open_files = partial(
+        PictureFiles, secret=found.secret, on_read=on_event, floor_bytes=settings.disk_floor
+    )
+    opener = open_files if capabilities.sees else None
+    pictures = EncodedPictures(shares.pictures_bytes, clock.steady_s, opener)
     return Storage(
         settings,
         store,
-        Entries(store, clock, journal, limit_bytes=shares.entries_bytes),
+        entries,
         clock,
         secret=found.secret,
         log=log,
@@ -140,25 +131,29 @@ def open_storage(
     )
 
 
-def _store_over(
-    disk: DiskTier | None, settings: RuntimeSettings, shares: RamShares, block_tokens: int
+def _open_store(
+    settings: RuntimeSettings,
+    shares: RamShares,
+    block_tokens: int,
+    disk: DiskTier | None,
+    log: Log,
 ) -> Store:
     tiers: list[Tier] = [RamTier(shares.blocks_bytes, settings.cache_eviction)]
-    tiers += [disk] if disk else []  # a further tier below goes here
+    tiers += [disk] if disk else []  # a further tier goes here
     return Store(
         block_tokens=block_tokens,
         tiers=tiers,
         fetch_bytes=shares.fetch_bytes,
-        least_chance=LIKELY if settings.cache_write == "likely" else 0.0,
+        min_reuse_probability=0.2 if settings.cache_write == "likely" else 0.0,
+        on_stall=lambda tier, answers: log(reads_line(tier, answers)),
     )
 
 
 def _readers(capabilities: Capabilities) -> int:
-    """Threads that read blocks: fewer where the engine computes on the same cores."""
-    cores = usable_cores()
+    """Threads that read blocks. The engine may compute on the same cores."""
     if capabilities.device == "cpu":
-        return min(max(cores // 2, LEAST_READERS), MOST_READERS // 2)
-    return min(max(cores, LEAST_READERS), MOST_READERS)
+        return min(max(usable_cores() // 2, 2), 8)
+    return min(max(usable_cores(), 2), 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +166,19 @@ class _FoundDisk:
 def _find_disk(
     load: LoadModel, limit_bytes: int, capabilities: Capabilities, log: Log
 ) -> _FoundDisk:
-    """How to open the folder of this model's state; without one there is RAM, and a warning."""
+    """Prepare opening the folder of this model. Without one, state is kept in RAM, with a
+    warning."""
     settings, cache_dir = load.settings, load.settings.cache_dir
     configured = settings.cache_secret_file
-    secret = read_secret_file(configured) if configured else None  # a wrong one is no small matter
+    secret = read_secret_file(configured) if configured else None  # raises if it is invalid
     if not limit_bytes:
-        return _FoundDisk(secret or secrets.token_bytes(SECRET_BYTES))
+        return _FoundDisk(secret or secrets.token_bytes(32))
     try:
         own_secret = read_secret(cache_dir, secret)
     except (OSError, RekindleError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         log(unavailable_line(cache_dir, "failing", reason))
-        own_secret = secret or secrets.token_bytes(SECRET_BYTES)
+        own_secret = secret or secrets.token_bytes(32)
         return _FoundDisk(own_secret, no_disk_reason="failing")
     open_ = partial(
         open_folder,
@@ -195,12 +191,8 @@ def _find_disk(
     return _FoundDisk(own_secret, open_)
 
 
-# ----------------------------------------------------------------------
-# What there is room for of a model's state, place by place.
-
-
 def capacities(engine: Engine, tiers: Iterable[Tier]) -> tuple[Capacity, ...]:
-    """Nearest first; the disk once its folder is open."""
+    """What each place can hold, fastest first. The disk is listed once its folder is open."""
     capabilities = engine.capabilities
     token_bytes = max(capabilities.kv_layout.token_bytes, 1)
     on_device = {POOL: capabilities.pool_tokens}
