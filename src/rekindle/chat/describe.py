@@ -94,7 +94,6 @@ def first_difference(stored: bytes, sent: bytes) -> tuple[str, str]:
 
 
 def _word_before(text: bytes, at: int) -> str:
-    """The beginning of the word at `at`."""
     shared = text[max(0, at - CHARACTER_BYTES * (MAX_SHARED_CHARACTERS + 1)) : at]
     match = WORD_START.search(unescape(shared).decode(errors="ignore"))
     word = match[0] if match else ""

@@ -44,8 +44,6 @@ ANCHOR = "\n"  # no SentencePiece token combines a line feed with the text after
 
 
 class Encoder:
-    """Makes the prompts of one model."""
-
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self._template = template
@@ -233,7 +231,6 @@ class Encoder:
     def _extended(
         self, prefix: KnownPrefix, reply: Sequence[int], spans: Sequence[TextSpan]
     ) -> KnownPrefix:
-        """A prefix with the leading tokens of a reply whose client got the text of `spans`."""
         text = "".join(span.text for span in spans).encode()
         count, size_bytes = self._matching_tokens(reply, text)
         escaped = prefix.escaped + escape_prefix(spans, size_bytes)
@@ -259,7 +256,6 @@ class Encoder:
 def _hidden_tools(
     escaper: Escaper, tools: Sequence[Any] | None, earlier: ChatPrompt | None
 ) -> tuple[Sequence[Any] | None, bool]:
-    """The tools with their literals hidden, and whether they have none."""
     if earlier is not None and earlier.tools is tools and earlier.plain_tools:
         return tools, True
     before = escaper.hidden_count

@@ -32,16 +32,12 @@ _FROM_PRIVATE = str.maketrans(PRIVATE, "0123456789abcdef")
 
 
 class TextSpan(NamedTuple):
-    """A part of a prompt's text."""
-
     text: str
     literal: bool  # text of control tokens in it stays text
     picture: bool = False  # it represents a picture, whose tokens replace it
 
 
 class ControlTexts:
-    """The texts that a vocabulary reads as control tokens."""
-
     def __init__(self, texts: Iterable[str]) -> None:
         known = sorted({text for text in texts if text})
         self._whole = re.compile(_any_of(known))
@@ -129,11 +125,9 @@ class Escaper:
 
     @property
     def hidden_count(self) -> int:
-        """Number of literals and pictures hidden so far."""
         return len(self._hidden_spans)
 
     def place_picture(self, text: str) -> str:
-        """A placeholder for the picture that `text` represents."""
         return self._placeholder(TextSpan(text, literal=False, picture=True))
 
     def hide(self, value: Any, depth_limit: int = 100) -> Any:
@@ -233,12 +227,10 @@ def spans_from(escaped: bytes, at: int) -> list[TextSpan]:
 
 
 def unescape(escaped: bytes) -> bytes:
-    """The text alone, in UTF-8."""
     return escaped.translate(None, OPEN + CLOSE + PICTURE + PICTURE_END)
 
 
 def _is_open(escaped: bytes, at: int) -> bool:
-    """Whether `at` is inside a literal."""
     return escaped.rfind(OPEN, 0, at) > escaped.rfind(CLOSE, 0, at)
 
 

@@ -37,8 +37,6 @@ Segments = tuple[Segment, ...]
 
 
 class HashChain:
-    """The hash of a growing list of parts."""
-
     def __init__(self) -> None:
         self._hasher = blake3()
 
@@ -57,8 +55,6 @@ class HashChain:
 
 @dataclass(frozen=True, slots=True)
 class EntryHashes:
-    """The hashes that an entry stores."""
-
     segments: Segments
     reply_keys: tuple[str, ...]  # of the final reply, or empty if the entry ends with the request
     fingerprint: str

@@ -55,7 +55,6 @@ def text_only(content: Any) -> str:
 
 
 def with_text_after(message: Message, text: str) -> Message:
-    """The message with `text` appended to its content."""
     return {**message, "content": content_text(message.get("content")) + text}
 
 
@@ -74,7 +73,6 @@ def is_picture(part: Any) -> bool:
 
 
 def picture_text(digest: str) -> str:
-    """The text that represents a picture in a rendered prompt."""
     return f"[image {digest}]"
 
 
@@ -164,16 +162,21 @@ def _argument_value(arguments: Any) -> Any:
             arguments = parse_json(arguments if arguments.strip() else "{}")
         except ValueError:
             return {"text": arguments}
-    return [_with_whole_numbers(arguments)]
+    return [_converted(arguments, _whole_number)]
 
 
-def _with_whole_numbers(value: Any) -> Any:
+def _whole_number(value: Any) -> Any:
     """JSON has one kind of number, and JavaScript clients send 1.0 back as 1."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A copy of a JSON value with its keys and its scalars converted."""
     if isinstance(value, Mapping):
-        return {name: _with_whole_numbers(each) for name, each in value.items()}
-    return [_with_whole_numbers(each) for each in value] if isinstance(value, list) else value
+        return {convert(name): _converted(each, convert) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_converted(each, convert) for each in value]
+    return convert(value)
 
 
 def with_parsed_arguments(message: Message) -> Message:
@@ -185,9 +188,8 @@ def with_parsed_arguments(message: Message) -> Message:
 
 
 def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
-    """The message with the arguments of each of its calls converted."""
 
-    def converted(call: Any) -> Any:
+    def converted_call(call: Any) -> Any:
         function = called_function(call)
         if "arguments" not in function:
             return call
@@ -196,7 +198,7 @@ def with_arguments(message: Message, convert: Callable[[Any], Any]) -> Message:
     calls = message.get("tool_calls")
     if not isinstance(calls, list | tuple):
         return message
-    return {**message, "tool_calls": [converted(call) for call in calls]}
+    return {**message, "tool_calls": [converted_call(call) for call in calls]}
 
 
 def as_object(arguments: Any) -> Any:
@@ -296,7 +298,11 @@ def parse_json(text: str, depth_limit: int = 50) -> Any:
         raise ValueError("it is nested too deep") from error
     if depth_exceeds(value, depth_limit):
         raise ValueError("it is nested too deep")
-    return _without_surrogates(value) if SURROGATE_ESCAPE in text.lower() else value
+    if SURROGATE_ESCAPE not in text.lower():
+        return value
+    return _converted(
+        value, lambda each: without_surrogates(each) if isinstance(each, str) else each
+    )
 
 
 def refuse_constant(name: str) -> NoReturn:
@@ -309,14 +315,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError("a number is too large")
     return number
-
-
-def _without_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return without_surrogates(value)
-    if isinstance(value, dict):
-        return {without_surrogates(name): _without_surrogates(each) for name, each in value.items()}
-    return [_without_surrogates(each) for each in value] if isinstance(value, list) else value
 
 
 def without_surrogates(text: str) -> str:

@@ -65,7 +65,6 @@ def normalise(
     tools: Sequence[Any] | None,
     names: Collection[Normaliser] = DEFAULT_NORMALISERS,
 ) -> Normalised:
-    """Applies the named normalisers to a request."""
     kept, changes = without_headers(messages, [each for each in HEADERS if each.name in names])
     if not kept:  # a request needs a message, even if that is only a header
         kept, changes = list(messages), []
@@ -171,7 +170,6 @@ def without_session_paths(messages: Sequence[Message]) -> Rewritten:
 def _rewritten(
     messages: Sequence[Message], roles: Collection[str], rewrite: Callable[[str, Message], str]
 ) -> Rewritten:
-    """Rewrites all texts of the leading messages that have one of the roles."""
 
     def changed(content: Any, message: Message) -> Any:
         if isinstance(content, str):

@@ -88,7 +88,6 @@ class ChatPrompt(Prompt):
     plain_tools: bool = False
 
     def same_messages(self, messages: Sequence[Message]) -> frozenset[int]:
-        """Indices at which another conversation has the same object."""
         pairs = enumerate(zip(self.messages, messages, strict=False))
         return frozenset(index for index, (one, other) in pairs if one is other)
 
@@ -104,7 +103,6 @@ class TokenEdges:
     def message_spans(
         self, messages: Sequence[Message], byte_spans: ByteSpans
     ) -> tuple[MessageSpan, ...]:
-        """The spans of the messages between these edges."""
         if not self.offsets:
             return ()
         return tuple(
@@ -151,7 +149,6 @@ class PromptEdges:
         self._piece = functools.cache(functools.partial(tokenizer.piece, special=True))
 
     def pieces(self, tokens: Tokens) -> list[bytes]:
-        """The text of each token. Tokens of pictures have none."""
         return [self._piece(token) if token < MEDIA_BIT else b"" for token in tokens]
 
     def of(self, prompt: Prompt, known: KnownPrefix = NO_PREFIX) -> TokenEdges:
@@ -183,7 +180,6 @@ class PromptEdges:
         return pieces
 
     def common(self, prompts: Sequence[Prompt]) -> Prompt:
-        """The longest common prefix of several prompts."""
         first, *others = prompts
         return self.first(first, min(first.tokens.common_prefix(each.tokens) for each in others))
 

@@ -6,19 +6,11 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rekindle.chat.tools.stream import (
-    MarkerFinder,
-    ReplyParser,
-    Steps,
-    StreamParser,
-    TrailingSpace,
-)
+from rekindle.chat.tools.stream import MarkerFinder, ReplyParser, Steps, StreamParser, TrailingSpace
 from rekindle.protocol.events import Part, ReasoningDelta
 
 
 class ReasoningFormat(NamedTuple):
-    """The markers around reasoning."""
-
     begin: str
     end: str
 

@@ -279,11 +279,7 @@ def to_json(
 ) -> str:
     """JSON as in training data. Jinja's own filter escapes for HTML and sorts keys."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 

@@ -100,8 +100,8 @@ def test_a_module_that_declares_a_format_is_all_that_it_takes(
 ) -> None:
     (tmp_path / "invented.py").write_text(
         "from rekindle.chat.tools.format import ToolFormat\n"
-        "from rekindle.chat.tools.stream import PlainTextParser\n"
-        "FORMATS = (ToolFormat(name='invented', parser=lambda reply: PlainTextParser()),)\n"
+        "from rekindle.chat.tools.stream import ReplyParser\n"
+        "FORMAT = ToolFormat(name='invented', parser=lambda reply: ReplyParser())\n"
     )
     monkeypatch.setattr(tools, "__path__", [*tools.__path__, str(tmp_path)])
     names = {format.name for format in registry.discover()}

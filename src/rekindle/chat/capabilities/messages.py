@@ -53,7 +53,6 @@ def attempt(render: Render, messages: Sequence[Message], tools: Tools | None = N
 
 
 def shows_needle(rendered: str | None) -> bool:
-    """Whether the needle was rendered as text."""
     return rendered is not None and _SHOWN.search(rendered) is not None
 
 
@@ -76,8 +75,6 @@ def result(id: str, content: str = "!", **fields: Any) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """The names of roles and fields that a template's source contains."""
-
     developer_role: bool
     reasoning: str | None  # the field from which it reads the reasoning of a reply
 
@@ -99,8 +96,6 @@ class FieldNames:
 
 @dataclass(frozen=True, slots=True)
 class ContentForms:
-    """The forms of content that a template accepts."""
-
     text: bool
     parts: bool
     none: bool  # in a reply

@@ -82,8 +82,6 @@ class ToolDetail(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolRequirements:
-    """The additions without which a template does not render."""
-
     detail: ToolDetail = ToolDetail.AS_SENT
     short_ids: bool = False
     one_call: bool = False  # at most one call in a message

@@ -32,8 +32,6 @@ _PLAIN = frozenset(("type", "title", "description", "default", "examples"))
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One argument, or one property of an object inside an argument."""
-
     name: str
     schema: Schema
     required: bool
@@ -41,8 +39,6 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """The name of a tool, and the schema of its arguments."""
-
     name: str
     schema: Schema
     lenient: bool  # leave out what cannot be enforced
@@ -107,7 +103,6 @@ def _tool(function: Mapping[str, Any]) -> Tool:
 
 
 def _enforceable(name: str, schema: Schema) -> Tool:
-    """A tool with as much of its schema as can be enforced."""
     try:
         check_size(schema, PARAM)
     except BadRequest:
@@ -216,7 +211,6 @@ class Values:
 
 
 def json_value(rules: Rules, tool: Tool, schema: Schema) -> str:
-    """JSON that matches a schema inside a tool's."""
     whole = with_definitions(schema, tool.schema)
     if not refusal(whole, lenient=tool.lenient):
         return rules.json(whole, lenient=tool.lenient)

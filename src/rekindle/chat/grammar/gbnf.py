@@ -42,8 +42,6 @@ class InvalidGbnf(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Characters:
-    """One character of a class."""
-
     ranges: tuple[tuple[int, int], ...]  # code points, with the last one included
     negated: bool = False
 
@@ -241,8 +239,6 @@ class _NotRegular(Exception):
 
 @dataclass(slots=True)
 class _Regex:
-    """Writes nodes as one regular expression."""
-
     rules: Mapping[str, Node]
     inside: list[str] = field(default_factory=list)  # the rules that are being written
     known: dict[str, str] = field(default_factory=dict)

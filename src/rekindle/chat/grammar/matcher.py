@@ -52,7 +52,6 @@ class TokenMatcher:
         logits[covered.size :] = _FORBIDDEN
 
     def accept(self, token: int) -> None:
-        """Advances by the sampled token."""
         self._matcher.consume_token(token)
 
     def replay(self, tokens: Sequence[int]) -> None:
@@ -94,8 +93,6 @@ class GrammarCompiler:
 
 
 class _Pieces:
-    """A vocabulary in the form that llguidance reads."""
-
     def __init__(self, tokenizer: Tokenizer, size: int, end_token: int) -> None:
         self._encode = tokenizer.encode
         control = {token for token in tokenizer.control_texts.values() if token < size}

@@ -27,16 +27,12 @@ _COMMENT_OR_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"|#[^\n]*|//[^\n]*')
 
 @dataclass(frozen=True, slots=True)
 class ReplyStart:
-    """How a reply may begin."""
-
     reasoning: ReasoningFormat | None
     opened: bool  # the prompt ends inside reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
-    """What a reply that may call tools has to match."""
-
     required: bool
     max_calls: int
     answer: str | None  # the expression of a reply without calls
@@ -99,7 +95,6 @@ class CallSyntax:
         return rules.repeated(f"{opening} {self._block(rules, tools, 1)}", self.gap, most)
 
     def _calls_in_text(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
-        """Text, with calls wherever their trigger is."""
         in_block, blocks = (most, 1) if self.gap is None else (1, most)
         calls = rules.rule(f"{rules.marker(self.lead)} {self._block(rules, tools, in_block)}")
         ways = [rules.text]
@@ -110,7 +105,6 @@ class CallSyntax:
         return either(ways)
 
     def _block(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
-        """Calls, and the end of their block."""
         one = either(rules.rule(self.call(rules, tool)) for tool in tools)
         return f"{rules.repeated(one, self.comma, most)} {rules.marker(self.close)}"
 

@@ -66,7 +66,6 @@ def as_object(schema: Schema | bool | None, *, param: str = "response_format") -
 
 
 def check_size(schema: Schema, param: str) -> None:
-    """Refuses a schema that would take long to compile."""
     check_values(schema, param)
     _Costs(schema, param).of(schema)
 
@@ -90,7 +89,6 @@ def check_values(schemas: object, param: str) -> None:
 
 
 def _pattern_characters(value: object) -> int:
-    """Characters of the regular expressions directly inside a value."""
     if not isinstance(value, Mapping):
         return 0
     named = value.get("patternProperties")
@@ -186,7 +184,6 @@ class _Costs:
             )
 
     def _parts(self, schema: Schema) -> Iterator[SchemaCost]:
-        """The costs of the schemas with which this one is combined."""
         yield from self._each(schema.get("allOf"))
         for way in ("anyOf", "oneOf"):
             if ways := self._each(schema.get(way)):

@@ -81,7 +81,6 @@ def _tried(lark: str) -> str:
 
 
 def _main() -> None:
-    """Reads a grammar from standard input and writes its problem to standard output."""
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -78,11 +78,9 @@ def _call(rules: Rules, tool: Tool) -> str:
     return f"{rules.marker(BEGIN)} {ways} {rules.marker(END)}"
 
 
-FORMATS = (
-    ToolFormat(
-        name="deepseek",
-        parser=lambda reply: DeepSeekParser(),
-        syntax=lambda control: CallSyntax(call=_call, trigger=ALL_BEGIN[0], close=ALL_END),
-        markers=MARKERS,
-    ),
+FORMAT = ToolFormat(
+    name="deepseek",
+    parser=lambda reply: DeepSeekParser(),
+    syntax=lambda control: CallSyntax(call=_call, trigger=ALL_BEGIN[0], close=ALL_END),
+    markers=MARKERS,
 )

@@ -1,6 +1,6 @@
 """Declares what a tool format and a reply format are.
 
-A module of this package that declares `FORMATS`, a tuple of ToolFormat, is found by the registry.
+The registry finds every ToolFormat that a module of this package declares.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from rekindle.chat.grammar.reply import ReplyGrammars, ReplySyntax
 from rekindle.chat.reasoning import ReasoningFormat, ReasoningParser
-from rekindle.chat.tools.stream import PlainTextParser, ReplyParser
+from rekindle.chat.tools.stream import ReplyParser
 
 Tools = Sequence[Mapping[str, Any]]
 ControlTokens = Mapping[str, int]  # the text of each control token, and its id
@@ -31,7 +31,6 @@ class ReplyContext:
 
 
 def functions(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The name and the definition of each function."""
     for tool in tools:
         function = tool.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("name"), str):
@@ -52,7 +51,7 @@ class ToolFormat:
     reasoning: ReasoningFormat | None = None
 
 
-FORMATS = (ToolFormat(name="plain", parser=lambda reply: PlainTextParser()),)
+PLAIN_FORMAT = ToolFormat(name="plain", parser=lambda reply: ReplyParser())
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +81,14 @@ class ReplyFormat:
         context = ReplyContext(tools, calls, opened)
         if self.tools.reasoning is not None:
             return self.tools.parser(context)
-        parser = self.tools.parser(context) if calls else PlainTextParser()
+        parser = self.tools.parser(context) if calls else ReplyParser()
         if self.reasoning is None:
             return parser
         return ReasoningParser(self.reasoning, parser, opened=opened)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside reasoning."""
         return self.reasoning is not None and self.reasoning.is_open(prompt)
 
     def grammars(self, control: ControlTokens) -> ReplyGrammars:
-        """The grammars of the replies of a model with these control tokens."""
         syntax = self.tools.syntax(control) if self.tools.syntax else None
         return ReplyGrammars(self.name, syntax, self.reasoning, control)

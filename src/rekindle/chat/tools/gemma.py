@@ -136,4 +136,5 @@ def _key(name: str) -> str:
     return f"{name if _BARE_KEY.fullmatch(name) else dump_json(name)}:"
 
 
-FORMATS = (_format("gemma4", GEMMA_4), _format("functiongemma", FUNCTION_GEMMA))
+GEMMA_4_FORMAT = _format("gemma4", GEMMA_4)
+FUNCTION_GEMMA_FORMAT = _format("functiongemma", FUNCTION_GEMMA)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
 from rekindle.chat.grammar.reply import CallSyntax
 from rekindle.chat.tools.format import ToolFormat
@@ -19,10 +18,6 @@ class Gemma3Parser(StreamParser):
     """Reads blocks that have only calls of known tools. Any other block is text."""
 
     opens = MarkerFinder(OPEN)
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self._names = names
 
     def _block(self, marker: str) -> Steps[None]:
         self._reader.hold(marker)
@@ -48,20 +43,18 @@ class Gemma3Parser(StreamParser):
     def _statement(self) -> Reading[list[PythonCall] | None]:
         reader = self._reader
         if (yield from reader.peek()) == "[":
-            return (yield from read_calls(reader, self._names))
+            return (yield from read_calls(reader, self._tool_names))
         printed = yield from reader.starts("print(")  # many prompts teach the model to print
-        call = yield from read_call(reader, self._names)
+        call = yield from read_call(reader, self._tool_names)
         if call is None or (printed and not (yield from reader.starts(")"))):
             return None
         return [call]
 
 
-FORMATS = (
-    ToolFormat(
-        name="gemma3",
-        parser=lambda reply: Gemma3Parser(reply.tool_names),
-        syntax=lambda control: CallSyntax(
-            call=python_call, trigger=OPEN, lead="\n", comma="\n", close="\n```"
-        ),
+FORMAT = ToolFormat(
+    name="gemma3",
+    parser=lambda reply: Gemma3Parser(reply.tool_names),
+    syntax=lambda control: CallSyntax(
+        call=python_call, trigger=OPEN, lead="\n", comma="\n", close="\n```"
     ),
 )

@@ -45,8 +45,7 @@ class HarmonyParser(StreamParser):
     """
 
     def __init__(self, names: Collection[str], *, calls: bool, opened: bool) -> None:
-        super().__init__()
-        self._names = names
+        super().__init__(names)
         self._may_call = calls
         self._opened = opened
         self._emitted: set[_Delta] = set()
@@ -65,9 +64,8 @@ class HarmonyParser(StreamParser):
                 yield from self._message(ReasoningDelta if is_reasoning else TextDelta)
 
     def _function(self, recipient: str) -> str | None:
-        """The function to which a message is addressed."""
         name = recipient.removeprefix(_FUNCTIONS)
-        known = name in self._names or recipient.startswith(_FUNCTIONS)
+        known = name in self._tool_names or recipient.startswith(_FUNCTIONS)
         return name if name and known and self._may_call else None
 
     def _header(self) -> Steps[MessageHeader | None]:
@@ -179,14 +177,10 @@ def _channel(rules: Rules, channel: str) -> str:
     return rules.marker(f"{CHANNEL}{channel}{MESSAGE}")
 
 
-FORMATS = (
-    ToolFormat(
-        name="harmony",
-        parser=lambda reply: HarmonyParser(
-            reply.tool_names, calls=reply.calls, opened=reply.opened
-        ),
-        syntax=lambda control: HarmonySyntax(),
-        markers=MARKERS,
-        reasoning=REASONING,
-    ),
+FORMAT = ToolFormat(
+    name="harmony",
+    parser=lambda reply: HarmonyParser(reply.tool_names, calls=reply.calls, opened=reply.opened),
+    syntax=lambda control: HarmonySyntax(),
+    markers=MARKERS,
+    reasoning=REASONING,
 )

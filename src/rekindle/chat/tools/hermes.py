@@ -51,6 +51,6 @@ def _syntax(control: ControlTokens) -> CallSyntax:
     )
 
 
-FORMATS = (
-    ToolFormat(name="hermes", parser=lambda reply: HermesParser(), syntax=_syntax, markers=MARKERS),
+FORMAT = ToolFormat(
+    name="hermes", parser=lambda reply: HermesParser(), syntax=_syntax, markers=MARKERS
 )

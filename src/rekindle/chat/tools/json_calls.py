@@ -105,8 +105,6 @@ def unquoted(text: str) -> str | None:
 
 @dataclass(slots=True)
 class _Draft:
-    """The known parts of a call."""
-
     name: str | None = None
     held: list[Part] | None = None  # parts of arguments that came before the name
     begun: bool = False
@@ -115,8 +113,6 @@ class _Draft:
 
 
 class JsonCallParser(StreamParser):
-    """Reads call objects with their keys in any order."""
-
     stops = MarkerFinder()  # markers that end a call, even inside broken JSON
     keys: Collection[str] = ()  # the only keys that a call may have, if any are given
 

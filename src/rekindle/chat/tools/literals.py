@@ -101,7 +101,6 @@ def read_literal(reader: StreamReader, syntax: LiteralSyntax) -> Reading[str | N
 
 
 def _atom(reader: StreamReader, syntax: LiteralSyntax, *, at_key: bool) -> Reading[str | None]:
-    """The JSON of a string, number, constant or key."""
     string = yield from read_string(reader, syntax)
     if string is not None:
         return dump_json(string)

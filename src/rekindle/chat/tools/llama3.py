@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 
 from rekindle.chat.grammar.arguments import Tool
 from rekindle.chat.grammar.lark import Rules
@@ -24,29 +23,22 @@ _CUT_KEY = re.compile(r'\s*\{\s*"([^"\\]*)')
 class Llama3Parser(JsonCallParser):
     """Reads calls of known tools, at the beginning of the reply or after a marker."""
 
+    begins_with_block = True
     opens = MarkerFinder(TAG, START)
     closes = (END,)
     stops = MarkerFinder(*MARKERS)
     keys = (*NAMES, *ARGUMENTS, "type", "id")  # with any other key it is an answer in JSON
 
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self._names = names
-
     def _accepts(self, name: str) -> bool:
-        return name in self._names
+        return name in self._tool_names
 
     def _may_be_call(self, held: str) -> bool:
         """Whether the cut text may be the first key of a call, or the name of a known tool."""
         if name := _CUT_NAME.search(held):
-            return any(known.startswith(name[1]) for known in self._names)
+            return any(known.startswith(name[1]) for known in self._tool_names)
         if key := _CUT_KEY.fullmatch(held):
             return bool(key[1]) and any(known.startswith(key[1]) for known in self.keys)
         return super()._may_be_call(held)
-
-    def _run(self) -> Steps[None]:
-        yield from self._block("")
-        yield from super()._run()
 
     def _block(self, marker: str) -> Steps[None]:
         self._reader.hold(marker)
@@ -74,11 +66,9 @@ def _call(rules: Rules, tool: Tool) -> str:
     return rules.json(schema, lenient=tool.lenient)
 
 
-FORMATS = (
-    ToolFormat(
-        name="llama3-json",
-        parser=lambda reply: Llama3Parser(reply.tool_names),
-        syntax=_syntax,
-        markers=MARKERS,
-    ),
+FORMAT = ToolFormat(
+    name="llama3-json",
+    parser=lambda reply: Llama3Parser(reply.tool_names),
+    syntax=_syntax,
+    markers=MARKERS,
 )

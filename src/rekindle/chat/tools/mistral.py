@@ -64,8 +64,6 @@ def _named_call(rules: Rules, tool: Tool) -> str:
     return f"{literal(tool.name)} {rules.marker(ARGS)} {json_arguments(rules, tool)}"
 
 
-FORMATS = (
-    ToolFormat(
-        name="mistral", parser=lambda reply: MistralParser(), syntax=_syntax, markers=MARKERS
-    ),
+FORMAT = ToolFormat(
+    name="mistral", parser=lambda reply: MistralParser(), syntax=_syntax, markers=MARKERS
 )

@@ -81,12 +81,9 @@ class PythonicParser(StreamParser):
     It passes a list on as a whole, because the last name may still make it a text.
     """
 
+    begins_with_block = True
     opens = MarkerFinder(*OPENS)
     closes = CLOSES
-
-    def __init__(self, names: Collection[str]) -> None:
-        super().__init__()
-        self._names = names
 
     def _may_be_call(self, held: str) -> bool:
         """Whether the first name in the list may be that of a known tool."""
@@ -94,17 +91,13 @@ class PythonicParser(StreamParser):
             return True
         found = _FIRST_NAME.match(held)
         name = found[1] if found else ""
-        return bool(name) and any(known.startswith(name) for known in self._names)
-
-    def _run(self) -> Steps[None]:
-        yield from self._block("")
-        yield from super()._run()
+        return bool(name) and any(known.startswith(name) for known in self._tool_names)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
         reader.hold(marker)
         yield from reader.space()
-        while calls := (yield from read_calls(reader, self._names)):
+        while calls := (yield from read_calls(reader, self._tool_names)):
             for call in calls:
                 yield from self._whole_call(*call)
             reader.hold()
@@ -113,7 +106,6 @@ class PythonicParser(StreamParser):
 
 
 def python_call(rules: Rules, tool: Tool) -> str:
-    """The grammar of one call."""
     members = tool.arguments()
     odd = [member for member in members if not _IDENTIFIER.fullmatch(member.name)]
     if any(member.required for member in odd):
@@ -138,11 +130,9 @@ def _syntax(control: ControlTokens) -> CallSyntax:
     )
 
 
-FORMATS = (
-    ToolFormat(
-        name="pythonic",
-        parser=lambda reply: PythonicParser(reply.tool_names),
-        syntax=_syntax,
-        markers=MARKERS,
-    ),
+FORMAT = ToolFormat(
+    name="pythonic",
+    parser=lambda reply: PythonicParser(reply.tool_names),
+    syntax=_syntax,
+    markers=MARKERS,
 )

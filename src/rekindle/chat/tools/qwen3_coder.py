@@ -38,8 +38,6 @@ _VALUE_ENDS = MarkerFinder(VALUE_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 
 
 class Qwen3CoderParser(StreamParser):
-    """Passes arguments on in whole values."""
-
     opens = MarkerFinder(*TAGS, FUNCTION)
     closes = CLOSES
 
@@ -130,10 +128,7 @@ _TYPES = {
     list: "array",
     dict: "object",
 }
-_WORDS = {
-    "boolean": {"true": "true", "false": "false"},
-    "null": {"null": "null", "none": "null"},
-}
+_WORDS = {"boolean": {"true": "true", "false": "false"}, "null": {"null": "null", "none": "null"}}
 
 
 def _types(schema: Any, levels: int = 8) -> frozenset[str]:
@@ -172,7 +167,6 @@ def typed(text: str, schema: Any) -> str:
 
 
 def _nested(word: str) -> str | None:
-    """An object or array, as JSON or as Python prints it."""
     if word[:1] not in ("{", "["):
         return None
     if is_json(word):
@@ -217,11 +211,9 @@ def _is_bare(tool: Tool, schema: Mapping[str, Any], levels: int = 4) -> bool:
     return schema.get("type", "string") == "string" and "enum" not in schema
 
 
-FORMATS = (
-    ToolFormat(
-        name="qwen3-coder",
-        parser=lambda reply: Qwen3CoderParser(reply.tools),
-        syntax=_syntax,
-        markers=(*TAGS, *TAG_ENDS),
-    ),
+FORMAT = ToolFormat(
+    name="qwen3-coder",
+    parser=lambda reply: Qwen3CoderParser(reply.tools),
+    syntax=_syntax,
+    markers=(*TAGS, *TAG_ENDS),
 )

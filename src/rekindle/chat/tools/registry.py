@@ -36,10 +36,10 @@ TEMPLATE_TEXTS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def discover() -> Iterator[ToolFormat]:
-    """The formats that the modules of this package declare."""
     for module in pkgutil.iter_modules(rekindle.chat.tools.__path__, f"{__package__}."):
         if module.name != __name__:
-            yield from getattr(import_module(module.name), "FORMATS", ())
+            declared = vars(import_module(module.name)).values()
+            yield from (each for each in declared if isinstance(each, ToolFormat))
 
 
 _FORMATS = {each.name: each for each in sorted(discover(), key=lambda each: each.name)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from typing import Protocol, TypeVar
 
 from rekindle.protocol.events import ArgumentsDelta, Part, TextDelta, ToolCallStart
@@ -97,7 +97,6 @@ class StreamReader:
         return "".join(held)
 
     def drop(self) -> None:
-        """Discards the recorded text."""
         self._held = None
 
     def peek(self) -> Reading[str]:
@@ -109,7 +108,6 @@ class StreamReader:
         return self._text[self._at]
 
     def skip(self, characters: int) -> None:
-        """Takes text that has arrived."""
         self._take(self._at + characters)
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
@@ -187,7 +185,6 @@ class StreamReader:
         return ""
 
     def rest(self) -> str:
-        """Takes everything that has arrived."""
         return self._take(len(self._text))
 
     def _take(self, end: int) -> str:
@@ -225,32 +222,26 @@ class TrailingSpace:
         return certain
 
     def take(self) -> str:
-        """Returns the held whitespace and forgets it."""
         space, self._space = "".join(self._space), []
         return space
 
 
-class ReplyParser(Protocol):
+class ReplyParser:
     """Splits the text of one reply, which arrives in pieces of any size, into its parts.
 
-    The cuts affect only where text parts are cut. Nothing is lost: text that is not a call after
-    all becomes text, and arguments that are not JSON are passed on unchanged.
+    This base passes everything on as text. For every parser, the cuts affect only where text parts
+    are cut. Nothing is lost: text that is not a call after all becomes text, and arguments that are
+    not JSON are passed on unchanged.
     """
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the next text is still reasoning, as far as is known."""
-
-    @property
-    def ended_calls(self) -> int:
-        """Number of complete calls."""
+    def __init__(self) -> None:
+        self.in_reasoning = False  # the next text is still reasoning, as far as is known
+        self.ended_calls = 0  # number of complete calls
+        self.is_call_cut = False  # the reply was cut off in a call before any of it was passed on
 
     def push(self, text: str) -> list[Part]:
         """The parts that this text makes final."""
-
-    @property
-    def is_call_cut(self) -> bool:
-        """Whether the reply was cut off in a call of which nothing was passed on."""
+        return [TextDelta(text)] if text else []
 
     def finish(self, *, cut: bool = False) -> list[Part]:
         """The remaining parts, at the end of the text.
@@ -258,23 +249,10 @@ class ReplyParser(Protocol):
         With `cut`, the model had not ended its reply. Then a possible beginning of a marker or a
         call at the end is dropped.
         """
-
-
-class PlainTextParser:
-    """Passes a reply without calls and reasoning on as text."""
-
-    in_reasoning = False
-    ended_calls = 0
-    is_call_cut = False
-
-    def push(self, text: str) -> list[Part]:
-        return [TextDelta(text)] if text else []
-
-    def finish(self, *, cut: bool = False) -> list[Part]:
         return []
 
 
-class StreamParser:
+class StreamParser(ReplyParser):
     """Base of parsers that are written as one generator over a StreamReader.
 
     Drops whitespace before a call, and whitespace that is the only text after one. Passes all other
@@ -283,11 +261,11 @@ class StreamParser:
 
     opens = MarkerFinder()  # markers at which something other than text may begin
     closes: tuple[str, ...] = ()  # markers that end a call. Before the first call they are text
+    begins_with_block = False  # a reply may begin with a block without a marker
 
-    def __init__(self) -> None:
-        self.in_reasoning = False
-        self.ended_calls = 0
-        self.is_call_cut = False
+    def __init__(self, tool_names: Collection[str] = ()) -> None:
+        super().__init__()
+        self._tool_names = tool_names
         self._cut = False
         self._reader = StreamReader()
         self._calls = 0
@@ -314,9 +292,12 @@ class StreamParser:
         return parts
 
     def _run(self) -> Steps[None]:
-        """Parses text, with a block at each opening marker."""
-        while (marker := (yield from self._text_until_marker())) is not None:
+        marker: str | None = ""
+        if not self.begins_with_block:
+            marker = yield from self._text_until_marker()
+        while marker is not None:
             yield from self._block(marker)
+            marker = yield from self._text_until_marker()
         space = self._trailing.take()
         if space and not self._only_space_since_call:
             yield TextDelta(space)

@@ -39,7 +39,7 @@ from rekindle.engine.llamacpp.bindings import check_layout, declare, load_librar
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import BadRequest, ProjectorError, ServerError
 from rekindle.protocol.media import Picture
-from rekindle.tokens import LEAST_MEDIA_TOKENS, Tokens
+from rekindle.tokens import MIN_MEDIA_TOKENS, Tokens
 
 
 class InputText(Structure):
@@ -222,7 +222,7 @@ class Projector:
         with self._chunks(width, height, None) as chunks:
             parts = tuple(map(self._part, chunks))
         sizes = [part.vectors for part in parts if part.vectors]
-        if not sizes or min(sizes) < LEAST_MEDIA_TOKENS:
+        if not sizes or min(sizes) < MIN_MEDIA_TOKENS:
             raise BadRequest(
                 f"A picture of {width} x {height} pixels is too small for this model.",
                 param="messages",
