@@ -1,14 +1,13 @@
-"""The Python API: `Engine` runs a model inside a program, for chat or to serve HTTP."""
+"""Provides the Python API: `Engine` runs a model inside a program, for chat or to serve HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar, overload
@@ -35,16 +34,15 @@ from rekindle.protocol.events import Delta, TextDelta
 DTYPES = ("auto", "bf16", "f16")
 
 T = TypeVar("T")
-Texts = SimpleQueue[str | None]  # pieces of a reply; None: there are no more
+Texts = SimpleQueue[str | None]  # pieces of a reply; None marks the end
 
 
 class EngineConfig:
-    """How to run a model. `model_id` is what `rekindle serve --model` takes.
+    """The settings of an engine. `model_id` is what `rekindle serve --model` takes.
 
-    Every other setting of the server can be given by its name: `force_cache`, `max_model_len`,
-    `kv_fraction`, `fp8_kvcache` and so on. What is not given comes from `rekindle.yaml` and
-    `REKINDLE_*`, or is the default. `flash_context` is the server's
-    `context_cache`: whether state is reused at all.
+    All other settings of the server can be given by name: `force_cache`, `max_model_len`,
+    `kv_fraction`, `fp8_kvcache` and so on. The rest comes from `rekindle.yaml`, `REKINDLE_*` or the
+    defaults. `flash_context` is the server's `context_cache`: whether state is reused at all.
     """
 
     def __init__(
@@ -60,10 +58,10 @@ class EngineConfig:
 
 
 class Engine:
-    """A model in a process of its own, loaded when it is first needed.
+    """A model in its own process, loaded at the first use.
 
-    `dtype` is accepted for programs that name one: the weights are what the GGUF file holds, and
-    "bf16", "f16" and "auto" all mean that. `fp8_kvcache` decides about the KV cells.
+    `dtype` exists for compatibility and changes nothing: the weights are those of the GGUF file.
+    `fp8_kvcache` chooses the type of the KV cache.
     """
 
     def __init__(self, config: EngineConfig, dtype: str = "auto") -> None:
@@ -81,7 +79,7 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the server and the model, if they run; the next use starts them again."""
+        """Stop the server and the model, if they run. The next use starts them again."""
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
@@ -113,10 +111,10 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> str | Generator[str, None, None]:
-        """The reply, or with `stream` an iterator over its pieces as they come.
+        """Return the reply, or with `stream` an iterator over its pieces as they are generated.
 
-        `options` are the fields of POST /v1/chat/completions, with the same defaults. What is
-        wrong raises one of `rekindle.errors`.
+        `options` are the fields of POST /v1/chat/completions, with the same defaults. Raises the
+        errors of `rekindle.errors`.
         """
         fields = {"messages": [dict(message) for message in messages], "session_id": session_id}
         request = _request({**fields, **options})
@@ -126,19 +124,19 @@ class Engine:
     def start_server(self, port: int = 8000, background: bool = False) -> None:
         """Serve HTTP, on 127.0.0.1 unless the config names a host.
 
-        In the foreground it blocks until a signal stops it, as `rekindle serve` does. In the
-        background it returns at once, and `chat` and the server share model and cache.
+        In the foreground, it blocks until a signal stops it, as `rekindle serve` does. In the
+        background, it returns immediately, and `chat` and the server share the model and the cache.
         """
         config = replace(self._config, port=port)
         if background:
             self._open().serve(config)
         else:
-            self.close()  # the server loads the model for itself
+            self.close()  # the server loads the model itself
             launch.serve(config, Console(stderr=True))
 
     @property
     def base_url(self) -> str | None:
-        """The address of the server in the background."""
+        """The address of the background server."""
         return self._server.base_url if self._server else None
 
     def _open(self) -> EmbeddedServer:
@@ -148,58 +146,79 @@ class Engine:
             return self._server
 
 
-@dataclass(frozen=True, slots=True)
-class HttpServer:
-    """HTTP that is being served in the background."""
-
-    server: Server
-    ended: Future[None]
-    base_url: str
-
-    def stop(self) -> None:
-        self.server.should_exit = True
-        self.ended.result()
+def _request(fields: dict[str, Any]) -> ChatRequest:
+    """Validate the fields like an HTTP request, except that an unknown field is an error."""
+    try:
+        request = ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise validation.explain(error.errors()) from None
+    if unknown := fields.keys() - ChatRequest.model_fields.keys():
+        raise TypeError(f"chat() has no option {', '.join(sorted(unknown))}")
+    if (request.n or 1) > 1:
+        raise BadRequest("chat() returns one reply: leave `n` out", param="n")
+    if request.tools and request.tool_choice != "none":
+        raise BadRequest("chat() returns text: call tools over HTTP", param="tools")
+    return request
 
 
 class EmbeddedServer:
-    """Loaded models and the thread whose event loop runs them; `close` ends both."""
+    """Loaded models, and a thread with the event loop that runs them."""
 
     def __init__(self, config: Config) -> None:
         console = Console(stderr=True)
-        files = launch.fetch(config, console)
+        loads = launch.fetch(config, console)
         self._config = config
         self._media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run_loop, daemon=True)
         self._thread.start()
         self._stack = contextlib.AsyncExitStack()
-        self._http: HttpServer | None = None
+        self._http: tuple[Server, Future[None]] | None = None
+        self.base_url: str | None = None  # while it serves HTTP
         try:
             self._models: ServedModels = self._submit(
-                self._stack.enter_async_context(launch.open_models(config, files, console))
+                self._stack.enter_async_context(launch.open_models(config, loads, console))
             ).result()
         except BaseException:
-            self._end_loop()
+            self._stop_loop()
             raise
 
-    def close(self) -> None:
-        if self._http is not None:
-            self._http.stop()
-        self._submit(self._media.close()).result()
-        self._submit(self._stack.aclose()).result()
-        self._end_loop()
+    def _run_loop(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._stopping.wait())
+
+    def _stop_loop(self) -> None:
+        """Stop the loop, which cancels its tasks and waits for them."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
 
     def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def _end_loop(self) -> None:
-        self._submit(_cancel_all()).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+    def close(self) -> None:
+        if self._http is not None:
+            server, ended = self._http
+            server.should_exit = True
+            ended.result()
+        self._submit(self._media.close()).result()
+        self._submit(self._stack.aclose()).result()
+        self._stop_loop()
+
+    def serve(self, config: Config) -> None:
+        """Serve HTTP in the background, with the same models and cache."""
+        if self._http is not None:
+            raise ConfigError(f"this engine already serves on {self.base_url}")
+        keys = api_keys(config)
+        listener = launch.bind(config, config.port)
+        server = launch.build_server(config, self._models, keys)
+        listener.listen(server.config.backlog)
+        self._http = server, self._submit(server.serve(sockets=[listener]))
+        host, port = listener.getsockname()[:2]
+        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     def chat(self, request: ChatRequest) -> Generator[str, None, None]:
-        """The reply's text in pieces; closing the generator early cancels the turn."""
+        """Yield the reply in pieces. Closing the generator early cancels the turn."""
         texts: Texts = SimpleQueue()
         turn = self._submit(self._generate(request, texts))
         try:
@@ -223,45 +242,3 @@ class EmbeddedServer:
                         texts.put(event.part.text)
         finally:
             texts.put(None)
-
-    @property
-    def base_url(self) -> str | None:
-        return self._http.base_url if self._http else None
-
-    def serve(self, config: Config) -> None:
-        """Serve HTTP in the background, from the same models and cache."""
-        if self._http is not None:
-            raise ConfigError(f"this engine already serves on {self.base_url}")
-        listener = launch.bind(config, config.port)
-        server = launch.build_server(config, self._models, api_keys(config))
-        listener.listen(server.config.backlog)
-        ended = self._submit(server.serve(sockets=[listener]))
-        self._http = HttpServer(server, ended, _url(listener))
-
-
-def _request(fields: dict[str, Any]) -> ChatRequest:
-    """The body of the same request over HTTP, except that an unknown keyword is an error."""
-    try:
-        request = ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        raise validation.explain(error.errors()) from None
-    if unknown := fields.keys() - ChatRequest.model_fields.keys():
-        raise TypeError(f"chat() has no option {', '.join(sorted(unknown))}")
-    if (request.n or 1) > 1:
-        raise BadRequest("chat() gives one reply: leave `n` out", param="n")
-    if request.tools and request.tool_choice != "none":
-        raise BadRequest("chat() gives a text: call tools over HTTP", param="tools")
-    return request
-
-
-async def _cancel_all() -> None:
-    """Cancel every task of this loop and wait for their ends."""
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
