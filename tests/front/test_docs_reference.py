@@ -6,17 +6,11 @@ from typing import Any
 
 import pytest
 
-from rekindle.front.docs import DocumentedField, reference
+from rekindle.front.docs import DocumentedField, _fields
 
 
 def field(schema: dict[str, Any], required: bool = False) -> DocumentedField:
-    thing = {"properties": {"x": schema}, "required": ["x"] if required else []}
-    document = {
-        "info": {"title": "T", "version": "1"},
-        "paths": {},
-        "components": {"schemas": {"Thing": thing}},
-    }
-    found: DocumentedField = reference(document)["types"][0]["forms"][0][0]
+    [found] = _fields({"properties": {"x": schema}, "required": ["x"] if required else []})
     return found
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from rekindle.config import Preset
+from rekindle.api.base.models import ServedModels
+from rekindle.config import Config, Preset
 from rekindle.errors import Unavailable
 from rekindle.front.warmup import warm
 from rekindle.protocol.admin import AdminOp, AdminResult, EntryInfo, Flush
@@ -38,10 +40,15 @@ def flushed(op: AdminOp) -> AdminResult:
     return ENTRY
 
 
+def warm_up(runtime: ScriptedRuntime, projects: dict[str, Any], **settings: Any) -> None:
+    presets = {name: Preset.model_validate(project) for name, project in projects.items()}
+    config = Config(model=(runtime.name,), projects=presets, **settings)
+    models = ServedModels(config, [runtime], [])
+    asyncio.run(warm(config, models, Console(file=io.StringIO())))
+
+
 def prepare(runtime: ScriptedRuntime, *names: str) -> None:
-    presets = {name: Preset.model_validate(PROJECT) for name in names}
-    quiet = Console(file=io.StringIO())
-    asyncio.run(warm(presets, lambda _name: runtime, quiet))
+    warm_up(runtime, dict.fromkeys(names, PROJECT))
 
 
 def test_a_project_is_computed_and_stored() -> None:
@@ -62,16 +69,13 @@ def test_a_project_is_computed_and_stored() -> None:
 @pytest.mark.parametrize("normalise", [True, False])
 def test_a_project_is_prepared_with_the_settings_of_chats(normalise: bool) -> None:
     runtime = ScriptedRuntime(READY, answers=flushed)
-    presets = {"a": Preset.model_validate(PROJECT)}
-    quiet = Console(file=io.StringIO())
-    asyncio.run(warm(presets, lambda _name: runtime, quiet, exact=True, normalise=normalise))
+    warm_up(runtime, {"a": PROJECT}, exact=True, normalise=normalise)
     assert (runtime.requested.exact, runtime.requested.normalise) == (True, normalise)
 
 
 def test_a_project_without_warm_on_startup_is_skipped() -> None:
     runtime = ScriptedRuntime(READY, answers=flushed)
-    presets = {"a": Preset(system_prompt="x")}
-    asyncio.run(warm(presets, lambda _name: runtime, Console(file=io.StringIO())))
+    warm_up(runtime, {"a": {"system_prompt": "x"}})
     assert runtime.requests == []
 
 

@@ -101,12 +101,10 @@ def build_app(
     )
     for router in ROUTERS:
         app.include_router(router)
-    app.add_exception_handler(ServerError, _on_server_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_request)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientGone, _on_client_gone)
-    app.add_exception_handler(ClientDisconnect, _on_client_gone)
-    app.add_exception_handler(Exception, _on_unexpected_error)
+    for kind in (ServerError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, _on_error)
+    for gone in (ClientGone, ClientDisconnect):
+        app.add_exception_handler(gone, _on_client_gone)
     return RequestMiddleware(
         (drain or Drain()).guard(app),
         keys or api_keys(config),
@@ -163,35 +161,24 @@ class MethodNotAllowed(NotFound):
     status, code = 405, "method_not_allowed"
 
 
-async def _on_server_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServerError)
-    return ErrorResponse(error, request.scope)
-
-
-async def _on_invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return ErrorResponse(fields.explain(error.errors()), request.scope)
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Answer the router's errors: an unknown path, or a wrong method."""
-    assert isinstance(error, HTTPException)
-    kind = MethodNotAllowed if error.status_code == MethodNotAllowed.status else NotFound
-    path = request.scope["path"][:128]  # request.url would raise if the Host is invalid
-    unserved = kind(f"{request.method} {path} is not served here; see /docs.")
-    response = ErrorResponse(unserved, request.scope)
-    response.headers.update(error.headers or {})
-    return response
+async def _on_error(request: Request, error: Exception) -> Response:
+    match error:
+        case ServerError():
+            return ErrorResponse(error, request.scope)
+        case RequestValidationError():
+            return ErrorResponse(fields.explain(error.errors()), request.scope)
+        case HTTPException():  # the router's errors: an unknown path, or a wrong method
+            kind = MethodNotAllowed if error.status_code == MethodNotAllowed.status else NotFound
+            path = request.scope["path"][:128]  # request.url would raise if the Host is invalid
+            unserved = kind(f"{request.method} {path} is not served here; see /docs.")
+            response = ErrorResponse(unserved, request.scope)
+            response.headers.update(error.headers or {})
+            return response
+    route = getattr(request.scope.get("route"), "path", "no route")  # a path may be a cache key
+    log.exception("unexpected error on %s", route, exc_info=error)
+    unexpected = ServerError("an unexpected error happened; the server's log has the details")
+    return ErrorResponse(unexpected, request.scope)
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=499)  # for the log, because nobody receives it
-
-
-async def _on_unexpected_error(request: Request, error: Exception) -> Response:
-    route = getattr(
-        request.scope.get("route"), "path", "no route"
-    )  # the path itself may contain a cache key
-    log.exception("unexpected error on %s", route, exc_info=error)
-    unexpected = ServerError("an unexpected error happened; the server's log has the details")
-    return ErrorResponse(unexpected, request.scope)

@@ -72,7 +72,9 @@ async def show_index(request: Request) -> Response:
 @router.get("/docs")
 def show_docs(request: Request) -> Response:
     """Show the API reference. Not a coroutine, so FastAPI runs it in a thread: it takes long."""
-    return _page("docs.html", reference=reference(request.app.openapi()))
+    document = request.app.openapi()
+    functions = {"parameters": _parameters, "fields": _fields, "refs": _refs}
+    return _page("docs.html", document=document, sections=_by_tag(document), **functions)
 
 
 def _page(template: str, **values: Any) -> Response:
@@ -149,41 +151,21 @@ class DocumentedField(NamedTuple):
     notes: str
 
 
-def reference(document: Schema) -> dict[str, Any]:
-    """Prepare an OpenAPI document for the page: operations by tag, and types."""
-    sections: dict[str, list[dict[str, Any]]] = {}
+def _by_tag(document: Schema) -> dict[str, list[tuple[str, str, Schema]]]:
+    """Group the operations of an OpenAPI document by their tag, each with method and path."""
+    found: dict[str, list[tuple[str, str, Schema]]] = {}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             tag = (operation.get("tags") or ["other"])[0]
-            sections.setdefault(tag, []).append(_operation(method.upper(), path, operation))
-    schemas = document.get("components", {}).get("schemas", {})
-    types = [
-        {
-            "name": name,
-            "text": schema.get("description", ""),
-            "forms": [_fields(form) for form in schema.get("oneOf", [schema])],
-        }
-        for name, schema in sorted(schemas.items())
+            found.setdefault(tag, []).append((method.upper(), path, operation))
+    return found
+
+
+def _parameters(operation: Schema) -> list[DocumentedField]:
+    return [
+        _field(each["name"], each.get("schema", {}), required=each.get("required", False))
+        for each in operation.get("parameters", ())
     ]
-    return {**document["info"], "sections": sections, "types": types}
-
-
-def _operation(method: str, path: str, operation: Schema) -> dict[str, Any]:
-    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
-    return {
-        "method": method,
-        "path": path,
-        "text": operation.get("description", ""),
-        "parameters": [
-            _field(each["name"], each.get("schema", {}), required=each.get("required", False))
-            for each in operation.get("parameters", ())
-        ],
-        "body": next(_refs(body), None),
-        "answers": [
-            (status, ", ".join(answer.get("content", {})), answer["description"])
-            for status, answer in operation["responses"].items()
-        ],
-    }
 
 
 def _fields(schema: Schema) -> list[DocumentedField]:

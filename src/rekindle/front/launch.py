@@ -184,14 +184,7 @@ async def open_models(
             [runtimes[name] for name, load in loads.items() if not load.is_embedder],
             [runtimes[name] for name, load in loads.items() if load.is_embedder],
         )
-        model_names = preset_models(config)
-        await warm(
-            config.projects,
-            lambda name: models.runtime(model_names[name]),
-            console,
-            exact=config.exact,
-            normalise=config.normalise,
-        )
+        await warm(config, models, console)
         yield models
 
 

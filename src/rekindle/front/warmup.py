@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
 
 from rich.console import Console
 
-from rekindle.api.base.models import described_tools
-from rekindle.config import Preset
+from rekindle.api.base.models import ServedModels, described_tools, preset_models
+from rekindle.config import Config
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.http.auth import OPEN_SALT
 from rekindle.models.progress import OnProgress, progress_bar
@@ -21,19 +20,13 @@ from rekindle.worker.client import RuntimeClient
 log = logging.getLogger("rekindle")
 
 
-async def warm(
-    presets: Mapping[str, Preset],
-    runtime_of: Callable[[str], RuntimeClient],
-    console: Console,
-    *,
-    exact: bool = False,
-    normalise: bool = True,
-) -> None:
+async def warm(config: Config, models: ServedModels, console: Console) -> None:
     """Prepare the presets with `warm_on_startup`. Failures are logged and skipped."""
-    for name, preset in presets.items():
-        if not preset.cache.warm_on_startup:
-            continue
+    model_names = preset_models(config)
+    for name, preset in config.projects.items():
         cache = preset.cache
+        if not cache.warm_on_startup:
+            continue
         request = GenerateRequest(
             turn=0,
             messages=[{"role": "system", "content": preset.system_prompt}],
@@ -41,14 +34,15 @@ async def warm(
             prepare=Prepare(pinned=cache.pinned, ttl_s=cache.ttl, shared=preset.shared),
             sampling=SamplingParams(),
             max_tokens=1,
-            exact=exact,
-            normalise=normalise,
+            exact=config.exact,
+            normalise=config.normalise,
             salt=OPEN_SALT,
             progress=True,
         )
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
-                tokens = await _prepare(request, runtime_of(name), on_progress)
+                runtime = models.runtime(model_names[name])
+                tokens = await _prepare(request, runtime, on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
         else:

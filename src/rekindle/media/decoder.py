@@ -26,15 +26,8 @@ from rekindle.protocol.media import CHANNELS
 
 #: The environment variables of a decoder process, besides Python's. It gets no API keys.
 PASSED_VARIABLES = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "TMPDIR",
-    "SYSTEMROOT",
-    "VIRTUAL_ENV",
-    "LD_LIBRARY_PATH",
-)
+    "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
+)  # fmt: skip
 
 
 class DecoderDied(Exception):
@@ -45,7 +38,9 @@ class DecoderProcess:
     """One process, which does one job at a time."""
 
     def __init__(self, process: Process) -> None:
-        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
     @classmethod
     async def spawn(cls) -> DecoderProcess:
@@ -67,14 +62,12 @@ class DecoderProcess:
 
     async def run(self, job: Job) -> list[Frame]:
         """Raises BadMedia if the file is at fault, and DecoderDied if the process is gone."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        if self._process.stdin.is_closing():  # uvloop would raise; asyncio would only log
+        if self._stdin.is_closing():  # uvloop would raise; asyncio would only log
             raise DecoderDied
         try:
-            self._process.stdin.writelines(framed(job))
-            await self._process.stdin.drain()
-            result = read_result(await _read_message(self._process.stdout))
+            self._stdin.writelines(framed(job))
+            await self._stdin.drain()
+            result = read_result(await _read_message(self._stdout))
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             raise DecoderDied from None
         if isinstance(result, Undecodable):
@@ -85,8 +78,7 @@ class DecoderProcess:
         if self.is_running:
             self._process.kill()
         await self._process.wait()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._stdin.close()
 
 
 async def _read_message(stream: asyncio.StreamReader) -> bytes:

@@ -11,6 +11,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from typing import BinaryIO
 
 import av
 import numpy as np
@@ -39,18 +40,16 @@ def main() -> None:
     _warm_up()
     _limit_cpu()  # also imports `resource`, before files cannot be opened any more
     _confine()
-    serve(sys.stdin.fileno(), sys.stdout.fileno())
+    serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
-def serve(source: int, sink: int) -> None:
+def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answer jobs until the front closes its end of the pipe."""
-    while (length := _read(source, LENGTH.size)) is not None:
-        body = _read(source, LENGTH.unpack(length)[0])
-        if body is None:
-            return
+    while len(length := source.read(LENGTH.size)) == LENGTH.size:
+        body = source.read(LENGTH.unpack(length)[0])
         _limit_cpu()
-        for part in framed(_result(read_job(body))):
-            _write(sink, part)
+        sink.writelines(framed(_result(read_job(body))))
+        sink.flush()
 
 
 def _result(job: Job) -> Result:
@@ -61,22 +60,6 @@ def _result(job: Job) -> Result:
         return Decoded(decode_video(data, job.sizing, job.fps, job.max_frames))
     except DecodeError as error:
         return Undecodable(str(error))
-
-
-def _read(source: int, size: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < size:
-        part = os.read(source, min(size - len(parts), 1 << 20))
-        if not part:
-            return None
-        parts += part
-    return bytes(parts)
-
-
-def _write(sink: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(sink, view) :]
 
 
 def _warm_up() -> None:
