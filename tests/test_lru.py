@@ -7,7 +7,7 @@ from rekindle.lru import ByteLru
 
 
 def test_the_least_recently_used_value_is_evicted_first() -> None:
-    lru: ByteLru[str, bytes] = ByteLru(3, len)
+    lru: ByteLru[str, bytes] = ByteLru(3, lambda _, value: len(value))
     for key in ("a", "b", "c"):
         assert lru.put(key, b"x") == []
     assert lru.get("a") == b"x"
@@ -16,7 +16,7 @@ def test_the_least_recently_used_value_is_evicted_first() -> None:
 
 
 def test_a_value_that_is_larger_than_the_budget_is_not_stored_and_evicts_nothing() -> None:
-    lru: ByteLru[str, bytes] = ByteLru(3, len)
+    lru: ByteLru[str, bytes] = ByteLru(3, lambda _, value: len(value))
     lru.put("a", b"xx")
     assert lru.put("b", b"xxxx") == ["b"]
     assert lru.put("a", b"xxxx") == ["a"]
@@ -27,7 +27,7 @@ def test_a_value_that_is_larger_than_the_budget_is_not_stored_and_evicts_nothing
 def test_the_used_bytes_are_those_of_the_values_and_within_the_budget(
     changes: list[tuple[int, int]], limit_bytes: int
 ) -> None:
-    lru: ByteLru[int, bytes] = ByteLru(limit_bytes, len)
+    lru: ByteLru[int, bytes] = ByteLru(limit_bytes, lambda _, value: len(value))
     for key, size in changes:
         if size < 0:
             lru.remove(key)

@@ -13,7 +13,7 @@ V = TypeVar("V")
 class ByteLru(Generic[K, V]):
     """Not thread-safe. A value that is larger than the whole budget is not stored."""
 
-    def __init__(self, limit_bytes: int, size_of: Callable[[V], int]) -> None:
+    def __init__(self, limit_bytes: int, size_of: Callable[[K, V], int]) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._size_of = size_of
@@ -41,11 +41,11 @@ class ByteLru(Generic[K, V]):
         """Store a value. Returns the keys that were evicted, which include `key` if it is too
         large."""
         self.remove(key)
-        self._values[key] = value
-        self.used_bytes += self._size_of(value)
-        if self._size_of(value) > self.limit_bytes:
-            self.remove(key)
+        size_bytes = self._size_of(key, value)
+        if size_bytes > self.limit_bytes:
             return [key]
+        self._values[key] = value
+        self.used_bytes += size_bytes
         evicted: list[K] = []
         while self.used_bytes > self.limit_bytes:
             evicted.append(next(iter(self._values)))
@@ -55,4 +55,4 @@ class ByteLru(Generic[K, V]):
     def remove(self, key: K) -> None:
         value = self._values.pop(key, None)
         if value is not None:
-            self.used_bytes -= self._size_of(value)
+            self.used_bytes -= self._size_of(key, value)

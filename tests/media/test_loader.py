@@ -256,7 +256,7 @@ def test_the_cache_evicts_the_least_recently_used_images() -> None:
     cache.get(b"a")
     cache.put(b"d", images())
     assert [key for key in (b"a", b"b", b"c", b"d") if cache.get(key)] == [b"a", b"c", b"d"]
-    assert cache.size_bytes == 900
+    assert cache.used_bytes == 900
 
 
 def test_the_cache_stays_within_its_budget() -> None:
@@ -264,10 +264,10 @@ def test_the_cache_stays_within_its_budget() -> None:
     cache.put(b"a", images(2))
     cache.put(b"a", images(2))
     cache.put(b"b", images(4))
-    assert cache.size_bytes == 600
+    assert cache.used_bytes == 600
     assert cache.get(b"b") is None
     cache.put(b"c", images(2))
-    assert cache.size_bytes == 600
+    assert cache.used_bytes == 600
 
 
 def test_cache_keys_differ_by_tenant_file_and_settings() -> None:

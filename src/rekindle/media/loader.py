@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 from blake3 import blake3
 
 from rekindle.fair_queue import FairSlots
+from rekindle.lru import ByteLru
 from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
 from rekindle.media.errors import BadMedia, MediaRefused
@@ -179,31 +179,15 @@ def _size_bytes(images: list[LoadedImage]) -> int:
     return sum(len(each.image.pixels) for each in images)
 
 
-class ImageCache:
+class ImageCache(ByteLru[bytes, list[LoadedImage]]):
     """Caches decoded images, so that a conversation's images are decoded once.
 
-    Evicts the least recently used images. Keys contain the tenant, because a hit on the images of
-    another tenant would be visible in the response time.
+    Keys contain the tenant, because a hit on the images of another tenant would be visible in the
+    response time.
     """
 
     def __init__(self, budget_bytes: int = 128 << 20) -> None:
-        self._budget_bytes = budget_bytes
-        self._images: OrderedDict[bytes, list[LoadedImage]] = OrderedDict()
-        self.size_bytes = 0
-
-    def get(self, key: bytes) -> list[LoadedImage] | None:
-        if key in self._images:
-            self._images.move_to_end(key)
-        return self._images.get(key)
-
-    def put(self, key: bytes, images: list[LoadedImage]) -> None:
-        if key in self._images or _size_bytes(images) > self._budget_bytes:
-            return
-        self._images[key] = images
-        self.size_bytes += _size_bytes(images)
-        while self.size_bytes > self._budget_bytes:
-            _, oldest = self._images.popitem(last=False)
-            self.size_bytes -= _size_bytes(oldest)
+        super().__init__(budget_bytes, lambda _, images: _size_bytes(images))
 
 
 def cache_key(tenant: bytes, job: Job) -> bytes:

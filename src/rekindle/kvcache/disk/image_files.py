@@ -76,7 +76,7 @@ class PictureFiles:
         self._secret = secret
         self._on_read = on_read
         self._files = Files(folder / FOLDER)
-        self._sizes: ByteLru[bytes, int] = ByteLru(limit_bytes, int)
+        self._sizes: ByteLru[bytes, int] = ByteLru(limit_bytes, lambda _, size: size)
         self._lock = threading.Lock()  # for sizes and queue
         self._queued_bytes = 0
         self._is_listed = False

@@ -50,7 +50,7 @@ class EncodedPictures:
         self.files: PictureFiles | None = None
         self._open_files = open_files
         self._now_s = now_s
-        self._held: ByteLru[bytes, Matrix] = ByteLru(limit_bytes, lambda vectors: vectors.nbytes)
+        self._held: ByteLru[bytes, Matrix] = ByteLru(limit_bytes, lambda _, vectors: vectors.nbytes)
         self._reading: dict[bytes, float] = {}  # since when
         self._arrived: tuple[bytes, Matrix] | None = None  # from a file, too large to be held
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from rekindle.engine.base import Embedder, Matrix
 from rekindle.errors import EngineBroken, ServerError
 from rekindle.fair_queue import FairQueue
+from rekindle.lru import ByteLru
 from rekindle.protocol.admin import Stats
 from rekindle.protocol.events import Cancelled, Event, Failed, Started
 from rekindle.runtime.embedding.turn import EmbeddingTurn, Input
@@ -21,38 +22,28 @@ class VectorCache:
     """Rows computed before, per tenant. Evicts the least recently used row when over budget."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._rows: OrderedDict[tuple[bytes, bytes], Matrix] = OrderedDict()
+        self._rows: ByteLru[tuple[bytes, bytes], Matrix] = ByteLru(
+            limit_bytes, lambda name, row: len(name[1]) + row.nbytes + ENTRY_OVERHEAD_BYTES
+        )
 
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def limit_bytes(self) -> int:
+        return self._rows.limit_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._rows.used_bytes
+
     def get(self, salt: bytes, keys: Iterable[bytes]) -> dict[bytes, Matrix]:
         """Return the tenant's cached rows by key, and mark them as recently used."""
-        found = {}
-        for key in keys:
-            row = self._rows.get((salt, key))
-            if row is not None:
-                self._rows.move_to_end((salt, key))
-                found[key] = row
-        return found
+        rows = ((key, self._rows.get((salt, key))) for key in keys)
+        return {key: row for key, row in rows if row is not None}
 
     def put(self, salt: bytes, key: bytes, row: Matrix) -> None:
-        self._remove((salt, key))
-        self._rows[salt, key] = row
-        self.used_bytes += _entry_bytes(key, row)
-        while self.used_bytes > self.limit_bytes:
-            self._remove(next(iter(self._rows)))
-
-    def _remove(self, name: tuple[bytes, bytes]) -> None:
-        row = self._rows.pop(name, None)
-        if row is not None:
-            self.used_bytes -= _entry_bytes(name[1], row)
-
-
-def _entry_bytes(key: bytes, row: Matrix) -> int:
-    return len(key) + row.nbytes + ENTRY_OVERHEAD_BYTES
+        self._rows.put((salt, key), row)
 
 
 EmbeddingBatch = list[tuple[EmbeddingTurn, Input]]
