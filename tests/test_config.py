@@ -19,7 +19,7 @@ from rekindle.protocol.settings import RuntimeSettings
 GIB = 1 << 30
 GB = 10**9
 
-#: Every setting with a value that is not its default: as written, and as read.
+#: Every setting with a value that is not its default: as text, and as parsed.
 EVERY: dict[str, tuple[str, Any]] = {
     "model": ("smollm2,org/repo:q4", ("smollm2", "org/repo:q4")),
     "embedding_model": ("minilm,/rank.gguf", ("minilm", "/rank.gguf")),
@@ -135,7 +135,7 @@ def test_a_former_eviction_policy_means_hit_density_and_is_warned_about_once(
     assert "hit-density" in warning.getMessage()
 
 
-def test_every_setting_is_tried_below() -> None:
+def test_every_setting_is_tested_below() -> None:
     assert set(EVERY) == set(SETTINGS)
 
 
@@ -172,7 +172,7 @@ def test_a_flag_that_was_not_given_changes_nothing() -> None:
     assert (config.port, config.model, config.exact) == (5, ("a", "b"), True)
 
 
-def test_a_flag_of_zero_is_given() -> None:
+def test_a_flag_of_zero_counts_as_given() -> None:
     assert load({"port": 0, "gpu_layers": 0}, text="port: 5").port == 0
 
 
@@ -193,7 +193,7 @@ def test_a_flag_of_zero_is_given() -> None:
         ("3t", 3 * 10**12),
     ],
 )
-def test_sizes_are_written_as_people_write_them(written: str, size: int) -> None:
+def test_sizes_can_be_written_with_units(written: str, size: int) -> None:
     assert load({"ram_cache": written}).ram_cache == size
 
 
@@ -204,17 +204,17 @@ def test_a_size_may_be_a_plain_number_in_the_file() -> None:
 @pytest.mark.parametrize(
     "written", ["2XB", "-1", "5i", "GB", "1.2.3g", "9" * 400, "2e9", "2000000t"]
 )
-def test_what_is_no_size_is_refused_by_name(written: str) -> None:
+def test_an_invalid_size_is_refused_with_the_name_of_the_setting(written: str) -> None:
     assert "`--ram-cache`" in refusal(flags={"ram_cache": written})
 
 
 @pytest.mark.parametrize("name", ["ram_cache", "disk_cache"])
-def test_a_budget_may_be_left_to_the_machine_again(name: str) -> None:
+def test_a_budget_can_be_reset_to_automatic(name: str) -> None:
     variable = {f"REKINDLE_{name.upper()}": "null"}
     assert getattr(load(environment=variable, text=f"{name}: 1GB"), name) is None
 
 
-def test_lists_may_be_lists_or_separated_by_commas() -> None:
+def test_lists_can_be_lists_or_separated_by_commas() -> None:
     assert load(text="api_key: [a, b]").api_key == ("a", "b")
     assert load(text="api_key: a, b").api_key == ("a", "b")
     assert load(text="api_key:\n  - a,b").api_key == ("a,b",)
@@ -222,13 +222,13 @@ def test_lists_may_be_lists_or_separated_by_commas() -> None:
 
 
 @pytest.mark.parametrize("written", ["", ",", " , "])
-def test_an_empty_key_is_no_key(written: str) -> None:
-    """Else anybody could send it."""
+def test_an_empty_key_is_not_accepted(written: str) -> None:
+    """Otherwise anybody could send it."""
     assert load(environment={"REKINDLE_API_KEY": written}).api_key == ()
     assert "`--api-key`" in refusal(flags={"api_key": [""]})
 
 
-def test_null_lifts_a_limit_that_may_be_lifted() -> None:
+def test_null_removes_an_optional_limit() -> None:
     assert load(text="max_tokens: null").max_tokens is None
     assert (
         load(environment={"REKINDLE_MAX_TOKENS": "none"}, text="max_tokens: 5").max_tokens is None
@@ -236,12 +236,12 @@ def test_null_lifts_a_limit_that_may_be_lifted() -> None:
     assert load(text="max_tokens: null", flags={"max_tokens": 7}).max_tokens == 7
 
 
-def test_null_leaves_any_other_setting_as_it_was() -> None:
+def test_null_keeps_the_default_of_other_settings() -> None:
     assert load(text="port: null\nmodel: null\napi_key:").port == 8080
     assert load(environment={"REKINDLE_PORT": "null"}, text="port: 5").port == 5
 
 
-def test_none_is_a_word_where_nothing_can_be_lifted() -> None:
+def test_none_is_a_plain_value_for_settings_without_null() -> None:
     assert load(environment={"REKINDLE_TOOL_FORMAT": "none"}).tool_format == "none"
 
 
@@ -279,7 +279,7 @@ def test_none_is_a_word_where_nothing_can_be_lifted() -> None:
         ("kv_quantization_start", "-1"),
     ],
 )
-def test_a_bad_value_names_the_setting_as_it_was_spelled(name: str, value: Any) -> None:
+def test_an_error_spells_the_setting_like_its_source(name: str, value: Any) -> None:
     assert f"`--{name.replace('_', '-')}`" in refusal(flags={name: value})
     text = yaml.safe_dump({name: value})
     assert f"`{name}` in settings.yaml" in refusal(text=text)
@@ -289,20 +289,20 @@ def test_a_bad_value_names_the_setting_as_it_was_spelled(name: str, value: Any) 
         )
 
 
-def test_a_bad_value_is_blamed_on_where_it_came_from() -> None:
+def test_an_error_names_the_source_of_the_value() -> None:
     found = refusal(flags={"parallel": 3}, environment={"REKINDLE_PORT": "x"}, text="port: 5")
     assert "`REKINDLE_PORT`" in found
     assert "'x'" in found
 
 
-def test_several_bad_values_are_all_named() -> None:
+def test_all_bad_values_are_reported_together() -> None:
     found = refusal(flags={"port": -1, "parallel": 0})
     assert "`--port`" in found
     assert "`--parallel`" in found
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key"])
-def test_a_bad_key_is_not_repeated(name: str) -> None:
+def test_an_error_does_not_show_a_secret_key(name: str) -> None:
     assert "canary" not in refusal(text=f"{name}: {{canary: 1}}")
 
 
@@ -323,21 +323,21 @@ def test_an_unknown_setting_suggests_the_right_one(sources: dict[str, Any], said
     assert said in refusal(**sources)
 
 
-def test_variables_read_elsewhere_are_not_unknown() -> None:
+def test_variables_of_other_modules_are_accepted() -> None:
     assert load(environment={"REKINDLE_LLAMA_LIB": "/somewhere", "PATH": "/bin"}) == load()
 
 
-def test_the_folder_for_state_is_a_setting_like_any_other() -> None:
+def test_the_cache_folder_is_a_normal_setting() -> None:
     environment = {"REKINDLE_CACHE_DIR": "~/state"}
     assert load(environment=environment, text="cache_dir: /a").cache_dir == Path.home() / "state"
 
 
 @pytest.mark.parametrize(("written", "size"), [("20", 20 * GB), ("0.5", GB // 2), (" 1 ", GB)])
-def test_the_disk_budget_may_be_a_number_of_gigabytes(written: str, size: int) -> None:
+def test_the_disk_budget_can_be_a_number_of_gigabytes(written: str, size: int) -> None:
     assert load(environment={"MAX_KV_SIZE_GB": written}).disk_cache == size
 
 
-def test_the_number_of_gigabytes_stands_between_the_file_and_the_other_variable() -> None:
+def test_the_gigabyte_variable_overrides_the_file_and_yields_to_the_other_variable() -> None:
     assert load(environment={"MAX_KV_SIZE_GB": "2"}, text="disk_cache: 1GB").disk_cache == 2 * GB
     both = {"MAX_KV_SIZE_GB": "2", "REKINDLE_DISK_CACHE": "3GB"}
     assert load(environment=both, text="disk_cache: 1GB").disk_cache == 3 * GB
@@ -346,7 +346,9 @@ def test_the_number_of_gigabytes_stands_between_the_file_and_the_other_variable(
 
 
 @pytest.mark.parametrize("written", ["0", "-1", "nan", "inf", "1e3", "2GB", "lots", "9" * 17])
-def test_what_is_no_number_of_gigabytes_is_refused_by_name(written: str) -> None:
+def test_an_invalid_number_of_gigabytes_is_refused_with_the_name_of_the_variable(
+    written: str,
+) -> None:
     assert "`MAX_KV_SIZE_GB`" in refusal(environment={"MAX_KV_SIZE_GB": written})
 
 
@@ -365,7 +367,7 @@ projects:
 """
 
 
-def test_a_project_is_read_as_it_is_documented() -> None:
+def test_a_project_is_read_as_documented() -> None:
     project = load(text=PROJECT).projects["financial-agent"]
     assert project.model == "Qwen/Qwen3-8B-GGUF"
     assert project.system_prompt == "You are a financial analyst..."
@@ -392,23 +394,23 @@ def test_a_tool_that_is_only_named_becomes_a_function() -> None:
         ("just text", "`a`"),
     ],
 )
-def test_a_wrong_project_is_refused_with_its_place(project: str, said: str) -> None:
+def test_an_invalid_project_is_refused_with_its_path(project: str, said: str) -> None:
     found = refusal(text=f"projects: {{a: {project}}}")
     assert "`projects` in settings.yaml" in found
     assert said in found
 
 
-def test_a_project_that_never_expires_says_null() -> None:
+def test_a_project_with_a_null_ttl_never_expires() -> None:
     text = "projects: {a: {system_prompt: x, cache: {ttl: null}}}"
     assert load(text=text).projects["a"].cache.ttl is None
 
 
-def test_the_environment_may_name_the_file(tmp_path: Path) -> None:
+def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("port: 7")
     assert load(environment={"REKINDLE_CONFIG": "mine.yaml"}).port == 7
 
 
-def test_a_file_of_the_usual_name_is_found() -> None:
+def test_a_file_with_the_default_name_is_found() -> None:
     Path("rekindle.yaml").write_text("port: 7")
     assert load().port == 7
     assert load(text="port: 8").port == 8
@@ -420,7 +422,7 @@ def test_an_empty_file_sets_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["- a\n- b", "just text", "port: [1", "a: b: c", "\x00"])
-def test_a_file_that_is_no_settings_is_refused(text: str) -> None:
+def test_a_file_without_settings_is_refused(text: str) -> None:
     assert "settings.yaml" in refusal(text=text)
 
 
@@ -434,22 +436,22 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
         load_config({}, {}, Path("latin.yaml"))
 
 
-def test_a_file_runs_nothing() -> None:
+def test_a_file_cannot_run_code() -> None:
     assert refusal(text="port: !!python/object/apply:os.getpid []")
 
 
-def test_the_home_folder_may_be_written_short() -> None:
+def test_a_tilde_stands_for_the_home_folder() -> None:
     config = load(environment={"REKINDLE_MODELS_DIR": "~/models"})
     assert config.models_dir == Path.home() / "models"
 
 
-def test_settings_do_not_change_once_read() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         load().port = 5  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(RuntimeSettings)])
-def test_what_the_runtime_needs_is_a_setting_that_travels(name: str) -> None:
+def test_runtime_settings_are_part_of_the_configuration(name: str) -> None:
     written, value = EVERY[name]
     assert getattr(load({name: written}).runtime, name) == value
 

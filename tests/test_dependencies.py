@@ -1,4 +1,4 @@
-"""What we depend on, as far as it can be told without a network; `make check` runs this, too."""
+"""Checks the dependencies as far as possible without a network. `make check` runs this, too."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LOCK = ROOT / "requirements.lock"
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9][\w.+!-]*")
 
-#: Licences that let anybody use, change and pass on what is built with them. MPL-2.0 asks for
-#: changes to its own files alone, and none are made.
+#: Licences that allow anybody to use, change and redistribute. MPL-2.0 covers only changes to its
+#: own files, and we make none.
 ALLOWED_LICENCES = {
     "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "CNRI-Python", "ISC", "MIT",
     "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib",
 }  # fmt: skip
-#: The same where a package has no SPDX expression, but only a classifier.
+#: The same for packages with a classifier instead of an SPDX expression.
 ALLOWED_CLASSIFIERS = {
     "Apache Software License", "BSD License", "ISC License (ISCL)", "MIT License",
     "Mozilla Public License 2.0 (MPL 2.0)", "Python Software Foundation License",
 }  # fmt: skip
-#: And where it has neither: the first line of its own words, looked at by a person.
+#: The first line of the licence of packages with neither, which a person has checked.
 ALLOWED_WORDS = {
     "protobuf": "3-Clause BSD License",
     "tiktoken": "MIT License",
@@ -54,7 +54,7 @@ class Locked:
 
 
 def entries(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each requirement as it is written, with its options; comments left out."""
+    """Each requirement with its options, without comments."""
     lines = (line.partition(" #")[0] for line in text.splitlines() if line.strip()[:1] != "#")
     for entry in re.split(r"(?<!\\)\n", "\n".join(lines)):
         first, *options = (part.strip() for part in entry.split("\\\n"))
@@ -75,7 +75,7 @@ def declared() -> list[Requirement]:
 
 
 def problem(first: str, options: tuple[str, ...]) -> str | None:
-    """What is wrong with an entry of the lock, if anything is."""
+    """What is wrong with an entry of the lock file, if anything."""
     if not PIN.fullmatch(first.partition(";")[0].strip()):
         return f"{first} is not one version of one package"
     if not options or not all(HASH.fullmatch(option) for option in options):
@@ -84,7 +84,7 @@ def problem(first: str, options: tuple[str, ...]) -> str | None:
 
 
 def licence_problem(found: Distribution) -> str | None:
-    """Why a package's licence is not one of those allowed, if it is not."""
+    """Why a package's licence is not allowed, if so."""
     name, about = canonicalize_name(found.metadata["Name"]), found.metadata.json
     classifiers = {
         line.rpartition(" :: ")[2]
@@ -106,7 +106,7 @@ def installed() -> Iterator[tuple[Locked, Distribution]]:
             yield each, distribution(each.name)
 
 
-def test_every_locked_package_is_one_version_with_its_hashes() -> None:
+def test_every_locked_package_has_one_version_with_hashes() -> None:
     found = list(entries(LOCK.read_text()))
     assert len(found) > 50
     assert [why for first, options in found if (why := problem(first, options))] == []
@@ -126,13 +126,13 @@ def test_every_locked_package_is_one_version_with_its_hashes() -> None:
         ("blake3==1.0.11", ("--hash=sha256:" + "0" * 64, "--trusted-host somewhere")),
     ],
 )
-def test_each_loose_entry_would_be_seen(first: str, options: tuple[str, ...]) -> None:
+def test_each_loose_entry_is_detected(first: str, options: tuple[str, ...]) -> None:
     assert problem(first, options)
     [entry] = entries(" \\\n    ".join([first, *options]) + "\n    # via something\n")
     assert entry == (first, options)
 
 
-def test_what_is_declared_is_locked_in_a_version_that_was_asked_for() -> None:
+def test_each_declared_package_is_locked_in_an_allowed_version() -> None:
     pins = locked()
     for wanted in declared():
         found = [each for each in pins if each.name == canonicalize_name(wanted.name)]
@@ -142,7 +142,7 @@ def test_what_is_declared_is_locked_in_a_version_that_was_asked_for() -> None:
             assert wanted.specifier.contains(version.version), f"{wanted} is locked as {pin}"
 
 
-def test_what_is_installed_is_what_is_locked() -> None:
+def test_the_installed_packages_are_the_locked_ones() -> None:
     differing = []
     for pin in locked():
         if pin.is_for_here:
@@ -155,11 +155,11 @@ def test_what_is_installed_is_what_is_locked() -> None:
     assert differing == [], "run `make install`"
 
 
-def test_every_licence_is_one_that_is_allowed() -> None:
+def test_every_licence_is_allowed() -> None:
     assert [why for _, found in installed() if (why := licence_problem(found))] == []
 
 
-def test_a_package_stays_out_until_somebody_has_looked_at_its_licence(tmp_path: Path) -> None:
+def test_a_package_with_an_unknown_licence_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "strange-1.dist-info"
     folder.mkdir()
     for line in (

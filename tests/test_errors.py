@@ -1,4 +1,4 @@
-"""Every error that reaches a client has OpenAI's shape."""
+"""Every error that reaches a client has OpenAI's format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_error_says_whose_fault_it_is(kind: type[ServerError]) -> None:
     assert issubclass(kind, RekindleError)
 
 
-def test_a_prompt_that_is_too_long_says_both_numbers() -> None:
+def test_the_error_for_a_long_prompt_has_both_numbers() -> None:
     error = ContextTooLong(9000, 4096, param="prompt")
     assert "9000" in str(error)
     assert "4096" in str(error)

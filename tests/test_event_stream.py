@@ -1,4 +1,4 @@
-"""Server-sent events: ours survive a reader of the standard, and our reader survives any bytes."""
+"""Standard readers can read our server-sent events, and our reader survives any bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.rounds import rounds
 EXAMPLES = settings(max_examples=rounds(60, 2000), derandomize=True, database=None, deadline=None)
 ODD = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\rh\ni\r\nj\x00k: data: x"
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
-# Bytes that look like events more often than chance would have it.
+# Bytes that often look like events.
 PIECES = st.sampled_from(
     [b"data:", b"data: ", b"event: x\n", b": c\n", b"\n", b"\r", b"\r\n", b"\n\n", b"[DONE]",
      b"{", b"}", b'{"choices":[{"delta":{"content":"x"}}]}', b'{"choices":[3]}', b"[[[[",
@@ -38,7 +38,7 @@ STREAMS = st.lists(EVENTS | PIECES | st.binary(max_size=20), max_size=12)
 
 
 def cut(content: bytes, places: list[int]) -> list[bytes]:
-    """The bytes in parts, cut at these places."""
+    """Split the bytes at these positions."""
     edges = [0, *sorted(place % (len(content) + 1) for place in places), len(content)]
     return [content[start:stop] for start, stop in pairwise(edges)]
 
@@ -52,7 +52,7 @@ def read(parts: list[bytes]) -> list[str]:
 @given(st.lists(TEXT, max_size=4), st.lists(st.integers(0, 10_000), max_size=6))
 @example([ODD], [3, 7])
 @pytest.mark.long
-def test_what_we_write_is_read_by_openais_reader_and_by_our_own(
+def test_our_events_are_read_by_openais_reader_and_by_our_own(
     texts: list[str], places: list[int]
 ) -> None:
     payloads = [{"text": text, text: [text]} for text in texts]
@@ -72,17 +72,15 @@ def test_what_we_write_is_read_by_openais_reader_and_by_our_own(
 @given(TEXT)
 @example(ODD)
 @pytest.mark.long
-def test_what_we_write_is_one_line_to_clients_with_other_ideas_of_lines(text: str) -> None:
-    """httpx, and what is built on it, ends lines where Python's strings do."""
+def test_our_events_are_one_line_for_clients_that_split_lines_differently(text: str) -> None:
+    """httpx and libraries based on it split lines like Python's strings."""
     assert sse_data({"text": text}).decode().splitlines()[1:] == [""]
 
 
 @EXAMPLES
 @given(STREAMS, st.lists(st.integers(0, 10_000), max_size=6))
 @pytest.mark.long
-def test_how_a_stream_is_cut_into_parts_does_not_matter(
-    pieces: list[bytes], places: list[int]
-) -> None:
+def test_a_stream_can_be_split_anywhere(pieces: list[bytes], places: list[int]) -> None:
     content = b"".join(pieces)
     whole = read([content])
     assert read(cut(content, places)) == whole
@@ -115,7 +113,7 @@ class Parts(httpx.SyncByteStream, httpx.AsyncByteStream):
 @EXAMPLES
 @given(STREAMS)
 @pytest.mark.long
-def test_the_chat_of_the_command_line_survives_any_server(pieces: list[bytes]) -> None:
+def test_rekindle_chat_survives_any_server(pieces: list[bytes]) -> None:
     transport = httpx.MockTransport(answering(b"".join(pieces)))
     conversation = Conversation("http://x/v1", "m", "k", {}, transport=transport)
     with suppress(ChatFailed):
@@ -126,7 +124,7 @@ def test_the_chat_of_the_command_line_survives_any_server(pieces: list[bytes]) -
 @EXAMPLES
 @given(STREAMS)
 @pytest.mark.long
-def test_the_benchs_client_survives_any_server(pieces: list[bytes]) -> None:
+def test_the_bench_client_survives_any_server(pieces: list[bytes]) -> None:
     recording = Recording(sent_s=0.0)
     reader = EventReader()
     with suppress(BenchFailed):
@@ -136,8 +134,8 @@ def test_the_benchs_client_survives_any_server(pieces: list[bytes]) -> None:
         recording.finish(2.0)
 
 
-def test_a_reply_with_odd_characters_arrives_whole() -> None:
-    """From a server that does not escape them, too."""
+def test_a_reply_with_unusual_characters_arrives_unchanged() -> None:
+    """This also works with a server that does not escape them."""
     chunk = orjson.dumps({"choices": [{"delta": {"content": ODD}}]})
     content = b"data: " + chunk + b"\n\ndata: [DONE]\n\n"
     transport = httpx.MockTransport(answering(content))
@@ -158,11 +156,11 @@ def test_a_reply_with_odd_characters_arrives_whole() -> None:
         (b"datum: a\n\n", []),
     ],
 )
-def test_events_are_read_by_the_standard(content: bytes, data: list[str]) -> None:
+def test_events_are_parsed_as_the_standard_says(content: bytes, data: list[str]) -> None:
     assert read([content]) == data
 
 
-def test_an_event_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_stream, "MAX_EVENT_BYTES", 1000)
     assert len(read([b"data: " + b"x" * 500 + b"\n\n"] * 9)) == 9
     with pytest.raises(EventTooLarge):

@@ -1,4 +1,4 @@
-"""The package is built with compiled code where there is a C compiler, and without it elsewhere."""
+"""The package contains compiled code if there is a C compiler, and is pure Python otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BROKEN = "sh -c 'exit 1'"
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Of the repository what a build needs."""
+    """The files of the repository that a build needs."""
     engine = tmp_path / "src/rekindle/engine/sampling"
     engine.mkdir(parents=True)
     for source in (ROOT / "src/rekindle/engine/sampling").glob("*.[ch]"):
@@ -53,7 +53,7 @@ def test_a_wheel_with_compiled_code_is_for_this_platform(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", BROKEN])
-def test_a_wheel_without_a_compiler_is_for_all_and_leaves_the_tree_as_it_was(
+def test_a_wheel_without_a_compiler_is_for_all_platforms_and_leaves_the_tree_unchanged(
     tree: Path, compiler: str
 ) -> None:
     (tree / "src" / LIBRARY).write_bytes(b"of an editable install")
@@ -63,7 +63,7 @@ def test_a_wheel_without_a_compiler_is_for_all_and_leaves_the_tree_as_it_was(
     assert (tree / "src" / LIBRARY).read_bytes() == b"of an editable install"
 
 
-def test_compiling_in_place_fails_without_a_compiler_and_leaves_what_is_there(tree: Path) -> None:
+def test_compiling_in_place_without_a_compiler_fails_and_keeps_the_old_library(tree: Path) -> None:
     (tree / "src" / LIBRARY).write_bytes(b"old")
     command = [sys.executable, "-S", "hatch_build.py"]  # without any package
     environment = {**os.environ, "CC": BROKEN}
@@ -73,7 +73,7 @@ def test_compiling_in_place_fails_without_a_compiler_and_leaves_what_is_there(tr
     assert (tree / "src" / LIBRARY).read_bytes() == b"old"
 
 
-def test_a_source_package_has_what_compiles_it_and_nothing_compiled(tree: Path) -> None:
+def test_a_source_package_has_the_sources_and_no_compiled_code(tree: Path) -> None:
     (tree / "src" / LIBRARY).write_bytes(b"old")
     source = build(tree, "cc", target="sdist")
     shutil.unpack_archive(source, tree / "unpacked", filter="data")

@@ -1,4 +1,4 @@
-"""Tokens: what is compared, hashed and stored in place of text and pictures."""
+"""Tokens stand for text and pictures when they are compared, hashed and stored."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ DIGEST, OTHER = b"a picture", b"another picture"
 
 
 @given(ids)
-def test_ids_come_back_as_they_went_in(numbers: list[int]) -> None:
+def test_ids_are_returned_unchanged(numbers: list[int]) -> None:
     tokens = Tokens.of(numbers)
     assert tokens.ids() == list(tokens) == numbers
     assert len(tokens) == tokens.positions == len(numbers)
 
 
 @given(ids, st.integers(0, 50), st.integers(0, 50))
-def test_a_slice_is_that_of_the_ids(numbers: list[int], start: int, stop: int) -> None:
+def test_a_slice_equals_the_slice_of_the_ids(numbers: list[int], start: int, stop: int) -> None:
     assert Tokens.of(numbers)[start:stop].ids() == numbers[start:stop]
 
 
 @given(ids, ids)
-def test_a_sum_is_that_of_the_ids(one: list[int], other: list[int]) -> None:
+def test_a_sum_equals_the_sum_of_the_ids(one: list[int], other: list[int]) -> None:
     both = Tokens.of(one) + Tokens.of(other)
     assert both.ids() == one + other
     assert both.startswith(Tokens.of(one))
 
 
 @given(ids, ids)
-def test_the_common_prefix_is_that_of_the_ids(one: list[int], other: list[int]) -> None:
+def test_the_common_prefix_equals_that_of_the_ids(one: list[int], other: list[int]) -> None:
     expected = common_length(one, other)
     assert Tokens.of(one).common_prefix(Tokens.of(other)) == expected
 
 
 @given(ids, ids)
-def test_tokens_are_equal_when_their_ids_are(one: list[int], other: list[int]) -> None:
+def test_tokens_are_equal_if_their_ids_are(one: list[int], other: list[int]) -> None:
     assert (Tokens.of(one) == Tokens.of(other)) == (one == other)
     assert len({Tokens.of(one), Tokens.of(list(one))}) == 1
 
 
 @given(ids, ids)
-def test_a_buffer_grows_as_a_list_does(first: list[int], more: list[int]) -> None:
+def test_a_buffer_grows_like_a_list(first: list[int], more: list[int]) -> None:
     buffer = TokenBuffer(Tokens.of(first))
     buffer.extend(more)
     assert buffer.ids == buffer.all().ids() == first + more
@@ -52,14 +52,11 @@ def test_a_buffer_grows_as_a_list_does(first: list[int], more: list[int]) -> Non
 
 
 @given(st.binary(max_size=30), st.binary(max_size=30))
-def test_common_bytes_are_counted_to_the_first_that_differs(one: bytes, other: bytes) -> None:
+def test_common_bytes_are_counted_up_to_the_first_difference(one: bytes, other: bytes) -> None:
     assert common_bytes(one, other) == common_length(one, other)
 
 
-# -- pictures ------------------------------------------------------------------------------------
-
-
-def test_a_picture_takes_ids_that_no_vocabulary_has() -> None:
+def test_a_picture_has_ids_outside_every_vocabulary() -> None:
     assert all(token & MEDIA_BIT for token in Tokens.of_media(DIGEST, 9, 3))
 
 
@@ -68,12 +65,12 @@ def test_equal_pictures_are_equal_tokens_and_others_are_not() -> None:
     assert Tokens.of_media(DIGEST, 9, 3) != Tokens.of_media(OTHER, 9, 3)
 
 
-def test_a_picture_may_take_fewer_positions_than_tokens() -> None:
+def test_a_picture_can_take_fewer_positions_than_tokens() -> None:
     prompt = Tokens.of([1, 2]) + Tokens.of_media(DIGEST, 9, 3) + Tokens.of([4])
     assert (len(prompt), prompt.positions) == (12, 6)
 
 
-def test_a_slice_knows_the_pictures_in_it_and_not_those_it_cuts() -> None:
+def test_a_slice_contains_only_whole_pictures() -> None:
     prompt = Tokens.of([1, 2]) + Tokens.of_media(DIGEST, 9, 3) + Tokens.of_media(OTHER, 5, 5)
     [first, second] = prompt.media
     assert (first.start, second.start) == (2, 11)
@@ -83,26 +80,26 @@ def test_a_slice_knows_the_pictures_in_it_and_not_those_it_cuts() -> None:
     assert prompt[:10].ids() == prompt.ids()[:10]
 
 
-def test_a_common_prefix_holds_a_picture_whole_or_not_at_all() -> None:
+def test_a_common_prefix_contains_a_picture_completely_or_not_at_all() -> None:
     picture = Tokens.of([1, 2]) + Tokens.of_media(DIGEST, 9, 3)
     cut = Tokens(picture.packed[: 4 * 7])
     assert picture.common_prefix(cut + Tokens.of([5])) == 2
     assert picture.common_prefix(picture + Tokens.of([5])) == 11
 
 
-def test_a_picture_too_small_to_be_told_apart_is_refused() -> None:
+def test_a_picture_with_too_few_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at least"):
         Tokens.of_media(DIGEST, 3, 3)
 
 
-def test_a_buffer_keeps_the_pictures_it_began_with() -> None:
+def test_a_buffer_keeps_its_initial_pictures() -> None:
     buffer = TokenBuffer(Tokens.of([1]) + Tokens.of_media(DIGEST, 4, 4))
     buffer.append(7)
     assert [each.digest for each in buffer.all().media] == [DIGEST]
     assert buffer.first(3).media == ()
 
 
-def test_buffers_compare_as_tokens_do() -> None:
+def test_buffers_compare_like_tokens() -> None:
     picture = Tokens.of([1, 2]) + Tokens.of_media(DIGEST, 9, 3)
     cut = TokenBuffer(Tokens(picture.packed[: 4 * 7]))
     assert TokenBuffer(picture).common_prefix(cut) == cut.common_prefix(TokenBuffer(picture)) == 2

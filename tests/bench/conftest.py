@@ -1,4 +1,4 @@
-"""The fake server on a port of its own."""
+"""Serves the fake server on a free port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Serve = Callable[[FakeOpenAI], str]
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Serves a fake until the test ends; gives its address."""
+    """Serve a fake until the test ends, and return its URL."""
     with ExitStack() as stack:
         yield lambda fake: stack.enter_context(_serving(fake))
 

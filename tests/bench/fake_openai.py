@@ -12,12 +12,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 TEMPLATE_TOKENS = 4
-MOST_REPLY_TOKENS = 5  # unless it ignores the end of sequence
+MOST_REPLY_TOKENS = 5  # unless ignore_eos is set
 
 
 @dataclass(slots=True)
 class FakeOpenAI:
-    """Behaves well unless configured otherwise; `bodies` holds every request it was sent."""
+    """Behaves well by default. `bodies` has all requests."""
 
     takes_ignore_eos: bool = True
     reports_cached_tokens: bool = True
@@ -41,7 +41,7 @@ class FakeOpenAI:
         self.bodies.append(body)
         if "ignore_eos" in body and not self.takes_ignore_eos:
             return _error(400, "unknown field ignore_eos")
-        if self.failure and len(self.bodies) > 3:  # not before the bench is calibrated
+        if self.failure and len(self.bodies) > 3:  # only after the calibration
             return _error(503, self.failure)
         return StreamingResponse(self._events(body), media_type="text/event-stream")
 
@@ -68,12 +68,12 @@ class FakeOpenAI:
 
 
 def _shared(old: list[str], new: list[str]) -> int:
-    pairs = zip(old, new, strict=False)  # one may be the beginning of the other
+    pairs = zip(old, new, strict=False)  # one may be a prefix of the other
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _words(content: str | list[dict[str, Any]]) -> list[str]:
-    """A picture is a word: its URL."""
+    """The words of a message. A picture is one word, its URL."""
     if isinstance(content, str):
         return content.split()
     urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]

@@ -75,7 +75,7 @@ def test_the_first_listed_model_is_used_when_none_is_named() -> None:
     assert models == ["first"]
 
 
-def test_a_server_that_lists_no_model_fails_with_advice() -> None:
+def test_a_server_without_models_fails_with_a_remedy() -> None:
     with pytest.raises(BenchFailed, match="--model"):
         ask(lambda _: httpx.Response(200, json={"data": []}), model=None)
 
@@ -88,14 +88,14 @@ def test_a_server_that_lists_no_model_fails_with_advice() -> None:
         (httpx.Response(503), "503: Service Unavailable"),
     ],
 )
-def test_an_error_status_is_reported_with_the_servers_words(
+def test_an_error_status_is_reported_with_the_message_of_the_server(
     response: httpx.Response, words: str
 ) -> None:
     with pytest.raises(ErrorStatus, match=words):
         ask(lambda _: response)
 
 
-def test_a_server_that_is_not_there_fails_with_its_address() -> None:
+def test_a_missing_server_fails_with_its_address() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 
@@ -103,21 +103,21 @@ def test_a_server_that_is_not_there_fails_with_its_address() -> None:
         ask(handler)
 
 
-def test_text_of_a_delta_is_the_text_of_the_chunk() -> None:
+def test_the_text_of_a_delta_is_the_text_of_the_chunk() -> None:
     assert parse_data('{"choices":[{"delta":{"content":" hi"}}]}') == StreamChunk(text=" hi")
 
 
-def test_the_opening_role_carries_no_text() -> None:
+def test_the_first_chunk_with_a_role_has_no_text() -> None:
     line = '{"choices":[{"delta":{"role":"assistant","content":null}}]}'
     assert parse_data(line) == StreamChunk()
 
 
-def test_reasoning_is_kept_apart_from_the_text() -> None:
+def test_reasoning_is_separate_from_the_text() -> None:
     line = '{"choices":[{"delta":{"reasoning_content":"hm"}}]}'
     assert parse_data(line) == StreamChunk(reasoning="hm")
 
 
-def test_the_end_of_a_stream_gives_no_chunk() -> None:
+def test_the_end_of_a_stream_is_not_a_chunk() -> None:
     assert parse_data("[DONE]") is None
 
 
@@ -129,12 +129,12 @@ def test_usage_is_read_from_a_chunk_without_choices() -> None:
     assert parse_data(line) == StreamChunk(usage=Usage(9, 2, 7))
 
 
-def test_cached_tokens_are_unknown_where_the_server_does_not_say() -> None:
+def test_cached_tokens_are_unknown_if_the_server_does_not_report_them() -> None:
     line = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
     assert parse_data(line) == StreamChunk(usage=Usage(9, 2, None))
 
 
-def test_an_error_event_fails_with_the_servers_own_words() -> None:
+def test_an_error_event_fails_with_the_message_of_the_server() -> None:
     with pytest.raises(BenchFailed, match="out of memory"):
         parse_data('{"error":{"message":"out of memory"}}')
 
@@ -149,12 +149,12 @@ def test_an_error_event_fails_with_the_servers_own_words() -> None:
         '{"usage":{"total":1}}',
     ],
 )
-def test_an_event_that_is_no_chunk_fails_and_is_shown(data: str) -> None:
+def test_an_event_that_is_not_a_chunk_fails_and_is_quoted(data: str) -> None:
     with pytest.raises(BenchFailed, match="not a chunk"):
         parse_data(data)
 
 
-def test_the_first_token_is_the_first_text_and_not_the_opening_role() -> None:
+def test_the_first_token_is_the_first_text_and_not_the_role() -> None:
     recording = Recording(sent_s=1.0)
     recording.take(StreamChunk(), 2.0)
     recording.take(StreamChunk(text="a"), 3.0)
@@ -164,7 +164,7 @@ def test_the_first_token_is_the_first_text_and_not_the_opening_role() -> None:
     assert (reply.text, reply.ttft_s, reply.last_s) == ("ab", 2.0, 4.0)
 
 
-def test_reasoning_starts_the_clock_and_is_no_text() -> None:
+def test_reasoning_starts_the_clock_but_is_not_text() -> None:
     recording = Recording(sent_s=0.0)
     recording.take(StreamChunk(reasoning="hm"), 1.0)
     recording.take(StreamChunk(text="a"), 2.0)

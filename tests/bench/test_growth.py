@@ -1,4 +1,4 @@
-"""The growth table at its smallest, so that it can be measured any day."""
+"""The growth table can be measured at its smallest sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COSTS = {
 
 @pytest.fixture
 def growth(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script, which is in no package."""
+    """The script, which is not in a package."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     served = importlib.import_module("served_growth")
     monkeypatch.setattr(served, "FOLLOW_UPS", 1)

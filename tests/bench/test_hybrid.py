@@ -1,4 +1,4 @@
-"""Tokens computed over many turns: how they are counted, and that we compute none twice."""
+"""Tokens are counted over many turns, and Rekindle computes none twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNREPORTED = TimedTurn(0.1, prompt_tokens=160, completion_tokens=11, cached_toke
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
-    """Our server on a hybrid model, in the eight turns that the bench takes."""
+    """Our server with a hybrid model, in the eight turns of the bench."""
     folder = tmp_path_factory.mktemp("hybrid")
     model = write_lfm2(folder / "lfm2.gguf", context=8192)
     with running(model, folder, "--threads", "1", "--parallel", "2") as server:
@@ -34,7 +34,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Hybrid:
 
 
 def known_after(turn: TimedTurn) -> int:
-    """Tokens computed once a turn is over: its prompt and its reply but for the last token."""
+    """The tokens computed by the end of a turn: its prompt, and its reply without the last
+    token."""
     return turn.prompt_tokens + turn.completion_tokens - 1
 
 
@@ -43,7 +44,7 @@ def test_eight_turns_of_a_hybrid_model_compute_no_token_twice(measured: Hybrid) 
     assert measured.figures()["hybrid_computed_tokens"] == least_for(measured.alone)
 
 
-def test_agents_that_take_turns_go_on_where_they_were(measured: Hybrid) -> None:
+def test_agents_that_take_turns_continue_from_their_own_state(measured: Hybrid) -> None:
     for turns in measured.agents:
         assert len(turns) == 8
         for earlier, later in pairwise(turns):
@@ -55,17 +56,17 @@ def test_a_second_agent_does_not_compute_the_system_prompt_again(measured: Hybri
     assert second.computed_tokens < first.computed_tokens - BenchOptions(base_url="").agent_tokens
 
 
-def test_the_least_counts_a_reply_as_computed_but_for_its_last_token() -> None:
+def test_the_minimum_counts_a_reply_without_its_last_token_as_computed() -> None:
     assert least_for([FIRST, NEXT]) == 150
     assert least_for([FIRST, AGAIN]) == 150
 
 
-def test_what_the_first_turn_found_of_others_is_not_part_of_the_least() -> None:
+def test_tokens_that_the_first_turn_reused_are_not_part_of_the_minimum() -> None:
     found = TimedTurn(0.1, prompt_tokens=100, completion_tokens=11, cached_tokens=6)
     assert least_for([found, NEXT]) == 144
 
 
-def test_figures_add_up_what_every_turn_computed() -> None:
+def test_figures_sum_the_computed_tokens_of_all_turns() -> None:
     assert Hybrid((FIRST, NEXT), ((FIRST, AGAIN), (FIRST, NEXT))).figures() == {
         "hybrid_computed_tokens": 150,
         "hybrid_agents_computed_tokens": 370,
@@ -73,12 +74,12 @@ def test_figures_add_up_what_every_turn_computed() -> None:
     }
 
 
-def test_computed_tokens_are_counted_only_when_they_are_reported() -> None:
+def test_computed_tokens_are_counted_only_if_they_are_reported() -> None:
     figures = Hybrid((FIRST, UNREPORTED), ((FIRST, NEXT),)).figures()
     assert figures == {"hybrid_least_tokens": 150}
 
 
-def test_a_bench_without_times_is_not_drawn(tmp_path: Path) -> None:
+def test_a_bench_without_times_is_not_plotted(tmp_path: Path) -> None:
     results = Results("a", "m", True, {"hybrid": [Hybrid((FIRST,), ((FIRST,),))]})
     plot([results], tmp_path / "bench.png")
     assert not (tmp_path / "bench.png").exists()

@@ -1,4 +1,4 @@
-"""The models beside `peers.py`, which runs as a script and is no package."""
+"""The models of `peers.py`, which is a script and not a package."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("models")
 
 
-def test_the_tool_loop_is_measured_on_the_same_tensors_under_a_template_that_shows_tools(
+def test_the_tool_loop_uses_the_same_tensors_with_a_template_that_shows_tools(
     models: ModuleType, tmp_path: Path
 ) -> None:
     plain = write_llama(tmp_path / "tiny.gguf", layers=1)
@@ -66,5 +66,5 @@ def test_a_hybrid_model_is_written_for_its_scenario(models: ModuleType, tmp_path
     assert fields["lfm2.context_length"].contents() == models.CONTEXT_TOKENS
 
 
-def test_other_scenarios_are_measured_on_the_model_itself(models: ModuleType) -> None:
+def test_other_scenarios_use_the_model_itself(models: ModuleType) -> None:
     assert models.fitting("agents", Path("a.gguf"), Path("nowhere")) == Path("a.gguf")

@@ -27,7 +27,7 @@ Serve = Callable[[FakeOpenAI], str]
 
 
 def small(base_url: str, *scenarios: str) -> BenchOptions:
-    """All that a full bench does, on texts of a few words."""
+    """Options for a full bench on texts of a few words."""
     return BenchOptions(
         base_url=base_url,
         label="fake",
@@ -56,7 +56,7 @@ def measure(options: BenchOptions) -> Results:
     return run(options, Console(file=StringIO()))
 
 
-def test_every_scenario_is_measured_as_often_as_asked(serve: Serve) -> None:
+def test_every_scenario_is_measured_as_often_as_requested(serve: Serve) -> None:
     results = measure(small(serve(FakeOpenAI())))
     measured = {name: len(rounds) for name, rounds in results.rounds.items()}
     assert measured == dict.fromkeys(SCENARIO_NAMES, 2)
@@ -79,7 +79,7 @@ def test_a_server_that_reports_no_stages_has_no_breakdown(serve: Serve) -> None:
     assert not [name for name in results.figures() if name.startswith("warm_")]
 
 
-def test_turn_two_brings_the_real_reply_and_reuses_turn_one(serve: Serve) -> None:
+def test_turn_two_contains_the_real_reply_and_reuses_turn_one(serve: Serve) -> None:
     fake = FakeOpenAI()
     article = measure(small(serve(fake), "article")).rounds["article"][0]
     assert isinstance(article, Article)
@@ -87,7 +87,9 @@ def test_turn_two_brings_the_real_reply_and_reuses_turn_one(serve: Serve) -> Non
     second = next(history for history in histories if len(history) == 4)
     assert second[2] == {"role": "assistant", "content": "word0 word1 word2 word3 word4 "}
     assert article.first.cached_tokens == 0
-    assert article.second.cached_tokens == article.first.prompt_tokens - 4  # all but its template
+    assert (
+        article.second.cached_tokens == article.first.prompt_tokens - 4
+    )  # everything except the template
 
 
 def test_the_reference_computes_as_many_tokens_as_turn_two(serve: Serve) -> None:
@@ -97,7 +99,7 @@ def test_the_reference_computes_as_many_tokens_as_turn_two(serve: Serve) -> None
     assert article.reference.prompt_tokens < article.first.prompt_tokens
 
 
-def test_no_article_shares_a_beginning_with_an_earlier_one(serve: Serve) -> None:
+def test_no_article_shares_a_prefix_with_an_earlier_one(serve: Serve) -> None:
     rounds = measure(small(serve(FakeOpenAI()), "article", "document")).rounds
     for article in rounds["article"]:
         assert isinstance(article, Article)
@@ -107,7 +109,7 @@ def test_no_article_shares_a_beginning_with_an_earlier_one(serve: Serve) -> None
         assert any(answer.cached_tokens in (0, 1) for answer in document.answers)
 
 
-def test_texts_have_the_length_asked_for_in_the_servers_own_tokens(serve: Serve) -> None:
+def test_texts_have_the_requested_length_in_tokens_of_the_server(serve: Serve) -> None:
     document = measure(small(serve(FakeOpenAI()), "document")).rounds["document"][0]
     assert isinstance(document, SharedDocument)
     assert 40 <= document.answers[0].prompt_tokens < 100
@@ -121,7 +123,7 @@ def test_only_the_sampled_scenario_sends_a_temperature(serve: Serve) -> None:
     assert len(sampled) == 2 * (1 + 2)  # one stream and two together, in two rounds
 
 
-def test_a_crowd_is_kept_before_some_of_it_goes_on(serve: Serve) -> None:
+def test_all_conversations_of_a_crowd_start_before_some_continue(serve: Serve) -> None:
     fake = FakeOpenAI()
     for crowd in measure(small(serve(fake), "crowd")).rounds["crowd"]:
         assert isinstance(crowd, Crowd)
@@ -131,7 +133,7 @@ def test_a_crowd_is_kept_before_some_of_it_goes_on(serve: Serve) -> None:
     assert lengths == [1] * 6 + [3, 1] * 3
 
 
-def test_a_server_without_ignore_eos_is_measured_and_the_table_says_so(serve: Serve) -> None:
+def test_a_server_without_ignore_eos_is_measured_with_a_note(serve: Serve) -> None:
     fake = FakeOpenAI(takes_ignore_eos=False)
     results = measure(small(serve(fake), "document", "decode"))
     assert not results.ignores_eos
@@ -145,7 +147,7 @@ def test_a_server_that_reports_no_cached_tokens_is_measured(serve: Serve) -> Non
     assert "article_turn2_computed_tokens" in results.figures()
 
 
-def test_an_error_of_the_server_ends_the_bench_with_its_message(serve: Serve) -> None:
+def test_an_error_of_the_server_ends_the_bench_with_that_message(serve: Serve) -> None:
     fake = FakeOpenAI(failure="the model is restarting")
     with pytest.raises(BenchFailed, match="503: the model is restarting"):
         measure(small(serve(fake)))
@@ -168,7 +170,7 @@ def test_the_json_file_holds_figures_and_rounds(serve: Serve, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("scenarios", [(), ("decode",)])
-def test_a_plot_is_drawn_for_any_choice_of_scenarios(
+def test_a_plot_works_for_any_selection_of_scenarios(
     serve: Serve, tmp_path: Path, scenarios: tuple[str, ...]
 ) -> None:
     results = measure(small(serve(FakeOpenAI()), *scenarios))
@@ -176,7 +178,7 @@ def test_a_plot_is_drawn_for_any_choice_of_scenarios(
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_missing_plotting_library_is_reported_with_the_command_that_brings_it(
+def test_a_missing_plotting_library_is_reported_with_the_install_command(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = measure(small(serve(FakeOpenAI()), "decode"))

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def targets(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module beside `peers.py`, which runs as a script and is no package."""
+    """The module next to `peers.py`, which is a script and not a package."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("targets")
 
@@ -44,7 +44,7 @@ def test_only_the_scenarios_that_ran_have_targets(targets: ModuleType) -> None:
     assert {target.scenario for target in targets.reached_by(comparison)} == {"decode"}
 
 
-def test_turn_two_is_held_against_its_new_tokens_in_place_and_against_turn_one(
+def test_turn_two_is_compared_with_its_new_tokens_in_place_and_with_turn_one(
     targets: ModuleType,
 ) -> None:
     comparison = targets.Comparison(article(0.2), article(0.2), [0.1], [])

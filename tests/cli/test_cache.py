@@ -1,4 +1,4 @@
-"""`rekindle cache`: its requests, its tables, and its errors."""
+"""`rekindle cache` sends the right requests, and shows tables and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def entry(key: str = ONE, **more: Any) -> dict[str, Any]:
 
 
 class Server:
-    """Answers from a table and records what it received."""
+    """Answers from a table, and records the requests."""
 
     def __init__(self, answers: dict[str, Any]) -> None:
         listing = {"entries": [entry(ONE), entry(TWO)], "count": 2}
@@ -65,7 +65,7 @@ class Server:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Answer], None]:
-    """Puts an answer in place of the network."""
+    """Replaces the network by a fixed answer."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("REKINDLE_API_KEY", raising=False)
@@ -93,7 +93,7 @@ def text(view: RenderableType) -> str:
     return captured.get()
 
 
-def test_entries_are_listed_as_people_read_them() -> None:
+def test_entries_are_listed_in_readable_form() -> None:
     pinned = entry(TWO, model="other", pinned=True, expires_at=None)
     shown = text(views.entries_table([entry(), pinned]))
     first, second = shown.splitlines()[1:]
@@ -113,13 +113,13 @@ def test_entries_are_listed_as_people_read_them() -> None:
     assert ONE not in shown
 
 
-def test_a_column_that_says_the_same_everywhere_is_left_out() -> None:
+def test_a_column_with_the_same_value_everywhere_is_left_out() -> None:
     header, *_ = text(views.entries_table([entry(names=[]), entry(TWO, names=[])])).splitlines()
     assert header.split() == ["key", "tier", "tokens", "size", "hits", "last", "used", "expires",
                               "last", "message"]  # fmt: skip
 
 
-def test_keys_that_begin_alike_are_written_out() -> None:
+def test_keys_with_the_same_beginning_are_shown_in_full() -> None:
     same = "f" * 20
     shown = text(views.entries_table([entry(same + "1"), entry(same + "2")]))
     assert same + "1" in shown
@@ -131,24 +131,24 @@ def test_keys_that_begin_alike_are_written_out() -> None:
     [(0, "0 s ago"), (59, "59 s ago"), (61, "1 min ago"), (7300, "2 h ago"), (86400, "1 day ago"),
      (3 * 86400, "3 days ago"), (-5, "0 s ago")],
 )  # fmt: skip
-def test_ages_are_told_in_the_largest_unit(
+def test_ages_are_shown_in_the_largest_unit(
     monkeypatch: pytest.MonkeyPatch, age_s: float, expected: str
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_000_000.0)
     assert views.ago(1_000_000.0 - age_s) == expected
 
 
-def test_what_has_expired_says_so() -> None:
+def test_an_expired_entry_is_shown_as_expired() -> None:
     assert views.expiry(entry(expires_at=time.time() - 1)) == "expired"
 
 
-def test_an_entry_is_shown_in_full() -> None:
+def test_all_details_of_an_entry_are_shown() -> None:
     shown = text(views.entry_table(entry()))
     for part in (ONE, "session_id chat-123", "system a1b2", "1,728", "2 h ago", "What is the moon"):
         assert part in shown
 
 
-def test_figures_are_shown_in_units() -> None:
+def test_figures_are_shown_with_units() -> None:
     stats = {"total_entries": 5, "by_tier": {"ram": 4, "disk": 1}, "ram_bytes": 1_020_000_000,
              "hit_rate": 0.86, "disk_state": "ok"}  # fmt: skip
     shown = text(views.stats_table(stats))
@@ -156,7 +156,7 @@ def test_figures_are_shown_in_units() -> None:
         assert part in shown
 
 
-def test_a_clients_words_do_not_steer_the_terminal() -> None:
+def test_text_from_clients_cannot_control_the_terminal() -> None:
     names = [{"kind": "session_id", "name": "[red]x[/] \x1b[2J \x07"}]
     shown = text(views.entries_table([entry(names=names)]))
     assert "[red]x[/]" in shown
@@ -176,7 +176,7 @@ def test_an_explanation_shows_both_sides_of_the_first_difference() -> None:
     assert "sent:   coffee" in shown
 
 
-def test_an_explanation_needs_no_difference() -> None:
+def test_an_explanation_without_a_difference_is_one_line() -> None:
     result = {"status": "miss", "reusable_tokens": 0, "invalidated_at": None, "reason": "expired"}
     assert text(views.explanation(result)).strip() == "miss: 0 tokens can be reused (expired)"
 
@@ -206,25 +206,25 @@ def test_all_pages_are_read() -> None:
     assert listing["count"] == 4
 
 
-def test_a_key_never_becomes_another_path() -> None:
+def test_a_key_is_escaped_in_the_path() -> None:
     server = Server({})
     with pytest.raises(RequestRefused):
         client(server).remove("../chat?x#y")
     assert server.received[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
 
 
-def test_a_beginning_that_is_enough_finds_its_entry() -> None:
+def test_a_unique_prefix_finds_its_entry() -> None:
     found = client(Server({}))
     assert found.find("aaaa1")["cache_key"] == ONE
     assert found.find(TWO)["cache_key"] == TWO
 
 
-def test_a_whole_key_wins_over_one_that_it_begins() -> None:
+def test_a_full_key_wins_over_a_longer_key_with_that_prefix() -> None:
     entries = [entry("abc"), entry("abcdef")]
     assert client(Server({"GET /v1/cache": {"entries": entries}})).find("abc") == entries[0]
 
 
-def test_a_beginning_of_several_keys_lists_them() -> None:
+def test_an_ambiguous_prefix_lists_the_matching_keys() -> None:
     with pytest.raises(UnknownKey) as refused:
         client(Server({})).find("aaaa")
     assert ONE in str(refused.value)
@@ -233,7 +233,7 @@ def test_a_beginning_of_several_keys_lists_them() -> None:
         client(Server({})).find("bbbb")
 
 
-def test_a_refusal_is_the_servers_own_sentence() -> None:
+def test_a_refusal_shows_the_message_of_the_server() -> None:
     def refuse(_request: httpx.Request) -> httpx.Response:
         return httpx.Response(401, json={"error": {"message": "This server needs an API key"}})
 
@@ -249,12 +249,12 @@ def test_a_refusal_is_the_servers_own_sentence() -> None:
         httpx.Response(200, json=[]),
     ],
 )
-def test_another_kind_of_server_is_told_from_ours(answer: httpx.Response) -> None:
+def test_a_server_that_is_not_rekindle_is_recognised(answer: httpx.Response) -> None:
     with pytest.raises(NoServer, match="not a Rekindle server"):
         client(lambda _request: answer).stats()
 
 
-def test_a_server_that_is_not_there_is_one_sentence_that_says_how_to_start_it(
+def test_the_error_for_a_missing_server_says_how_to_start_it(
     serve: Callable[[Answer], None],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -272,14 +272,14 @@ def test_a_server_that_is_not_there_is_one_sentence_that_says_how_to_start_it(
     assert len(message.strip().splitlines()) == 1
 
 
-def test_json_is_what_the_server_said(serve: Callable[[Answer], None]) -> None:
+def test_json_output_is_the_answer_of_the_server(serve: Callable[[Answer], None]) -> None:
     server = Server({"GET /v1/cache/stats": {"total_entries": 5}})
     serve(server)
     assert json.loads(run("stats", "--json")) == {"total_entries": 5}
     assert json.loads(run("ls", "--json")) == server.answers["GET /v1/cache"]
 
 
-def test_commands_take_beginnings_of_keys(serve: Callable[[Answer], None]) -> None:
+def test_commands_accept_prefixes_of_keys(serve: Callable[[Answer], None]) -> None:
     server = Server(
         {
             f"GET /v1/cache/{ONE}": entry(),
@@ -339,7 +339,7 @@ def test_explain_takes_messages_or_a_whole_request(
 
 
 @pytest.mark.parametrize("written", ["{", '"text"', '{"prompt": "x"}', None])
-def test_a_file_that_holds_no_messages_is_one_sentence(
+def test_a_file_without_messages_is_refused_in_one_sentence(
     serve: Callable[[Answer], None], written: str | None
 ) -> None:
     serve(Server({}))
@@ -352,7 +352,7 @@ def test_a_file_that_holds_no_messages_is_one_sentence(
 
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_check_tells_what_it_found_by_its_exit_status(
+def test_the_exit_status_of_a_check_says_whether_it_found_damage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: bool, repair: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -378,5 +378,5 @@ def test_a_check_tells_what_it_found_by_its_exit_status(
     assert ("--repair" in result.stdout) == (bad and not repair)
 
 
-def test_a_folder_that_is_not_there_is_clean(tmp_path: Path) -> None:
+def test_a_missing_folder_has_no_damage(tmp_path: Path) -> None:
     run("check", "--cache-dir", str(tmp_path / "none"))

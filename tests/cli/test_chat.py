@@ -1,4 +1,4 @@
-"""The conversation in the terminal, against a server made of a script."""
+"""The conversation in the terminal, with a scripted server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USAGE = {
 
 
 def stream(*parts: str | dict[str, Any], done: bool = True) -> httpx.Response:
-    """A reply of texts, and of whole chunks where given."""
+    """A reply of texts and, where given, of whole chunks."""
     payloads = [
         part if isinstance(part, dict) else {"choices": [{"index": 0, "delta": {"content": part}}]}
         for part in parts
@@ -79,7 +79,7 @@ def exchange(conversation: Conversation, text: str) -> tuple[str, TurnCost]:
     return "".join(piece for piece in pieces if isinstance(piece, str)), cost
 
 
-def test_a_turn_streams_and_tells_its_cost() -> None:
+def test_a_turn_streams_its_reply_and_shows_its_cost() -> None:
     server = Server()
     text, cost = exchange(server.conversation(), "hi")
     assert text == "Hello"
@@ -89,7 +89,7 @@ def test_a_turn_streams_and_tells_its_cost() -> None:
     assert line.endswith(" s, 2 generated")
 
 
-def test_the_request_is_an_openai_one() -> None:
+def test_the_request_has_openais_format() -> None:
     server = Server()
     exchange(server.conversation(system="Be brief."), "hi")
     [request] = server.requests
@@ -129,7 +129,7 @@ def thoughtful(_body: dict[str, Any]) -> httpx.Response:
     )
 
 
-def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
+def test_a_turn_separates_progress_reasoning_and_tool_calls() -> None:
     *parts, cost = Server(thoughtful).conversation().send("hi")
     assert parts == [
         PrefillProgress(5, 50),
@@ -142,7 +142,7 @@ def test_a_turn_tells_progress_thoughts_and_calls_apart() -> None:
     assert isinstance(cost, TurnCost)
 
 
-def test_thoughts_are_not_sent_back() -> None:
+def test_reasoning_is_not_sent_back() -> None:
     server = Server(thoughtful, hello)
     conversation = server.conversation()
     exchange(conversation, "one")
@@ -154,7 +154,7 @@ def test_thoughts_are_not_sent_back() -> None:
     ]
 
 
-def test_progress_is_no_first_token() -> None:
+def test_progress_does_not_count_as_the_first_token() -> None:
     reading = {"choices": [], "prefill_progress": {"done_tokens": 5, "prompt_tokens": 50}}
     _, cost = exchange(Server(lambda _: stream(reading)).conversation(), "hi")
     assert cost.first_token_s is None
@@ -172,7 +172,7 @@ def test_the_history_grows_turn_by_turn() -> None:
     ]
 
 
-def test_starting_over_keeps_the_system_prompt_alone() -> None:
+def test_a_new_conversation_keeps_only_the_system_prompt() -> None:
     server = Server()
     conversation = server.conversation(system="Be brief.")
     exchange(conversation, "one")
@@ -211,20 +211,20 @@ def test_a_failed_turn_says_why_and_leaves_the_history_unchanged(
     assert exchange(conversation, "two again")[0] == "Hello"
 
 
-def test_an_address_that_is_none_is_a_failure_too() -> None:
+def test_an_invalid_url_is_reported_as_a_failure() -> None:
     conversation = Conversation(base_url="http://[", model="m", api_key="k", options={})
     with pytest.raises(ChatFailed, match="no server answers at"):
         exchange(conversation, "hi")
 
 
-def test_a_reply_without_text_or_usage_has_a_cost_line_too() -> None:
+def test_a_reply_without_text_or_usage_still_has_a_cost_line() -> None:
     text, cost = exchange(Server(lambda _: stream({"choices": []})).conversation(), "hi")
     assert text == ""
     assert cost.line() == "reused 0 of 0 prompt tokens, first token after no token, 0 generated"
 
 
 def talk(monkeypatch: pytest.MonkeyPatch, server: Server, *lines: str | type[Exception]) -> str:
-    """What a person sees who types these lines, then leaves."""
+    """The output for a person who types these lines and then leaves."""
     typed = iter(lines)
 
     def read(*_: Any, **__: Any) -> str:
@@ -250,14 +250,14 @@ def test_a_conversation_shows_replies_and_costs(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("command", ["/new", "/clear", "/CLEAR"])
-def test_a_command_starts_over(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_command_starts_a_new_conversation(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     server = Server()
     assert "This is a new conversation." in talk(monkeypatch, server, "one", command, "two")
     assert len(server.body()["messages"]) == 1
 
 
 @pytest.mark.parametrize("command", ["/quit", "/exit", " /exit ", "/Quit"])
-def test_a_command_ends_it(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+def test_a_command_ends_the_chat(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     server = Server()
     talk(monkeypatch, server, command, "never sent")
     assert server.requests == []
@@ -285,13 +285,15 @@ def test_an_unknown_command_gets_a_hint_and_is_not_sent(
     ("typed", "sent"),
     [("//help", "/help"), ("/etc/hosts is what?", "/etc/hosts is what?"), ("a /help", "a /help")],
 )
-def test_what_is_no_command_is_sent(monkeypatch: pytest.MonkeyPatch, typed: str, sent: str) -> None:
+def test_a_line_that_is_not_a_command_is_sent(
+    monkeypatch: pytest.MonkeyPatch, typed: str, sent: str
+) -> None:
     server = Server()
     talk(monkeypatch, server, typed)
     assert server.body()["messages"][-1]["content"] == sent
 
 
-def test_an_error_is_shown_and_the_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_is_shown_and_the_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = "the file [/tmp/x] is odd [bold]"
     server = Server(lambda _: httpx.Response(400, json={"error": {"message": odd}}), hello)
     shown = talk(monkeypatch, server, "one", "two")
@@ -299,13 +301,13 @@ def test_an_error_is_shown_and_the_conversation_goes_on(monkeypatch: pytest.Monk
     assert "Hello" in shown
 
 
-def test_what_a_model_writes_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_model_is_shown_without_markup(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(lambda _: stream("[bold]not bold[/] ", "[/x] " + "word " * 60))
     shown = talk(monkeypatch, server, "one")
     assert "[bold]not bold[/] [/x] " + "word " * 60 in shown
 
 
-def test_thoughts_and_calls_stand_apart_from_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_and_calls_are_separated_from_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = talk(monkeypatch, Server(thoughtful), "one")
     assert 'Hm, [b]two[/b].\n\n2\n\ncalls add {"a": 1}\n' in shown
 
@@ -314,7 +316,7 @@ def terminal() -> Console:
     return Console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
 
 
-def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins() -> None:
+def test_a_terminal_shows_prefill_progress_until_the_reply_begins() -> None:
     console = terminal()
     with Screen(console) as screen:
         screen.show(PrefillProgress(512, 2048))
@@ -325,7 +327,7 @@ def test_a_terminal_shows_how_much_of_the_prompt_is_read_until_the_reply_begins(
         assert screen.status is None
 
 
-def test_a_terminal_shows_thoughts_dimmed() -> None:
+def test_a_terminal_shows_reasoning_dimmed() -> None:
     console = terminal()
     with Screen(console) as screen:
         screen.show(Reasoning("Hm"))
@@ -336,14 +338,14 @@ def test_a_terminal_shows_thoughts_dimmed() -> None:
     assert "\x1b[2mHello" not in written
 
 
-def test_a_status_line_does_not_outlive_a_failure() -> None:
+def test_a_failure_removes_the_status_line() -> None:
     screen = Screen(terminal())
     with pytest.raises(ChatFailed), screen:
         raise ChatFailed("gone")
     assert screen.status is None
 
 
-def test_an_interrupt_stops_the_reply_and_not_the_conversation(
+def test_an_interrupt_stops_only_the_reply(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupted(_body: dict[str, Any]) -> httpx.Response:
@@ -356,7 +358,7 @@ def test_an_interrupt_stops_the_reply_and_not_the_conversation(
     assert len(server.body()["messages"]) == 1
 
 
-def test_an_interrupt_at_the_prompt_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_at_the_prompt_ends_the_chat(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
 
     def interrupt(*_: Any, **__: Any) -> str:

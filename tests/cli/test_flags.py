@@ -1,4 +1,4 @@
-"""The flags of `rekindle serve`: one for every setting that is declared to have one."""
+"""`rekindle serve` has one flag for every setting that declares one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def help_text() -> str:
     return CliRunner().invoke(cli.app, ["serve", "--help"], env=environment).output
 
 
-def test_a_setting_has_a_flag_where_its_declaration_says_so() -> None:
+def test_a_setting_has_a_flag_if_its_declaration_says_so() -> None:
     assert {option.name for option in options()} - {"config"} == WITH_FLAG.keys()
 
 
@@ -37,7 +37,7 @@ def test_help_shows_a_setting_under_its_group(name: str, help_text: str) -> None
     assert setting.help in line
 
 
-def test_a_switch_that_may_be_on_by_default_can_be_turned_off_and_no_other() -> None:
+def test_only_switches_that_may_be_on_by_default_can_be_turned_off() -> None:
     off = {flag for option in options() for flag in option.secondary_opts}
     assert off == {"--no-context-cache", "--no-normalise", "--no-vlm"}
 

@@ -1,4 +1,4 @@
-"""The command line: help that covers everything, errors that are one sentence."""
+"""The help of the command line covers everything, and errors are one sentence."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rekindle.protocol.requests import LoadModel
 
 COMMANDS = ("serve", "pull", "chat", "bench", "key")
 CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
-#: What scripts rely on, as far as it is served.
+#: Flags that existing scripts use.
 SERVE_FLAGS = (
     "--model", "--host", "--port", "--exact", "--api-key", "--ram-cache", "--parallel",
     "--max-model-len", "--kv-fraction", "--gpu-layers", "--config", "--threads", "--queue",
@@ -40,7 +40,7 @@ SERVE_FLAGS = (
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No settings but a test's own."""
+    """No settings except the test's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("REKINDLE_MODELS_DIR", str(tmp_path / "models"))
@@ -57,7 +57,7 @@ def shown(*arguments: str) -> str:
 def failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
 ) -> str:
-    """What a person reads whose command failed."""
+    """The message that a failed command prints."""
     monkeypatch.setattr(sys, "argv", ["rekindle", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -98,7 +98,7 @@ def test_serve_has_the_flags_that_scripts_rely_on() -> None:
 @pytest.mark.parametrize(
     "default", ["127.0.0.1", "8080", "one per core", "rekindle.yaml if there", "org/repo[:quant]"]
 )
-def test_the_help_of_serve_tells_the_defaults(default: str) -> None:
+def test_the_help_of_serve_shows_the_defaults(default: str) -> None:
     assert default in shown("serve", "--help")
 
 
@@ -211,7 +211,7 @@ def test_an_empty_key_does_not_open_a_public_address(
 
 @pytest.fixture
 def bound_hosts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Hosts that a server was about to listen on."""
+    """The hosts that a server would listen on."""
     opened: list[str] = []
 
     def stop_here(config: Config, _port: int) -> socket.socket:
@@ -234,7 +234,7 @@ def test_any_kind_of_key_opens_a_public_address(
     assert bound_hosts == ["0.0.0.0"]
 
 
-def test_a_missing_file_of_keys_is_known_at_once(
+def test_a_missing_key_file_is_reported_before_anything_slow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bound_hosts: list[str]
 ) -> None:
     message = failure(monkeypatch, capsys, "serve", "--api-keys-file", "nowhere")
@@ -257,7 +257,7 @@ def test_a_missing_file_of_keys_is_known_at_once(
         ("tools: [f]", (), "far enough"),
     ],
 )
-def test_a_project_that_cannot_be_is_refused_before_anything_slow(
+def test_an_invalid_project_is_refused_before_anything_slow(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     bound_hosts: list[str],
@@ -280,7 +280,7 @@ def test_a_new_key_is_shown_once_with_its_line() -> None:
     assert shown("key", "bob").splitlines()[-2] != key
 
 
-def test_a_new_key_is_appended_to_the_file_that_only_its_owner_reads() -> None:
+def test_a_new_key_is_appended_to_a_file_that_only_its_owner_can_read() -> None:
     file = Path("keys")
     bob = shown("key", "bob", "--file", "keys").strip()
     root = shown("key", "root", "--file", "keys", "--admin").strip()
@@ -291,7 +291,7 @@ def test_a_new_key_is_appended_to_the_file_that_only_its_owner_reads() -> None:
     assert keys.caller(f"Bearer {root}").admin is True
 
 
-def test_a_new_key_does_not_join_a_line_without_an_end() -> None:
+def test_a_new_key_starts_on_a_new_line() -> None:
     Path("keys").write_text("# keys of the staff")
     shown("key", "bob", "--file", "keys")
     assert len(Path("keys").read_text().splitlines()) == 2
@@ -305,7 +305,7 @@ def test_a_name_that_would_break_the_file_is_refused(
     assert not Path("keys").exists()
 
 
-def test_a_taken_port_is_known_before_anything_slow(
+def test_a_used_port_is_reported_before_anything_slow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def never(*_: Any, **__: Any) -> Path:
@@ -327,13 +327,13 @@ def test_a_taken_port_is_known_before_anything_slow(
         ("pull", "missing[bold].gguf"),
     ],
 )
-def test_an_unknown_model_is_one_sentence(
+def test_an_unknown_model_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
 ) -> None:
     assert arguments[-1] in failure(monkeypatch, capsys, *arguments)
 
 
-def test_two_files_of_one_name_are_refused(
+def test_two_files_with_the_same_name_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for folder in ("a", "b"):
@@ -353,7 +353,7 @@ def test_two_files_of_one_name_are_refused(
         (("pull", "smollm2", "--config", "missing.yaml"), "missing.yaml"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(
+def test_a_wrong_setting_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: tuple[str, ...],
@@ -362,10 +362,10 @@ def test_a_wrong_setting_is_one_sentence(
     assert named in failure(monkeypatch, capsys, *arguments)
 
 
-def test_an_error_is_shown_as_it_is_written(
+def test_an_error_is_shown_without_markup_and_line_breaks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Brackets in a path are no markup, and a long sentence stays one line."""
+    """Brackets in a path are not markup, and a long sentence stays on one line."""
     message = "cannot load [/models/x] " + "because " * 60 + "[bold]"
 
     def fail(*_: Any) -> None:
@@ -382,7 +382,7 @@ def test_an_error_is_shown_as_it_is_written(
         ({"tool_format": "hermes", "reasoning_format": "none"}, ("hermes", "none")),
     ],
 )
-def test_a_format_that_is_named_reaches_the_runtime(
+def test_a_configured_format_reaches_the_runtime(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], formats: tuple[str, ...]
 ) -> None:
     loads: list[LoadModel] = []
@@ -404,7 +404,7 @@ def test_a_format_that_is_named_reaches_the_runtime(
     assert (sent.tool_format, sent.reasoning_format) == formats
 
 
-def test_chat_is_told_where_and_how_to_talk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chat_passes_its_options_to_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Conversation] = []
     monkeypatch.setattr(rekindle.cli.chat, "converse", lambda talk, _console: found.append(talk))
     monkeypatch.setenv("REKINDLE_API_KEY", "secret")

@@ -1,4 +1,4 @@
-"""Frames between front and runtime: whole messages, however the bytes arrive."""
+"""Front and runtime receive whole messages, however the bytes arrive."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_pixels_that_do_not_fill_the_picture_are_refused() -> None:
         picture(4, 5, GREY)
 
 
-def test_a_picture_travels_whole() -> None:
+def test_a_picture_survives_encoding_and_decoding() -> None:
     sent = picture(4, 4, GREY)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Picture) == sent
 

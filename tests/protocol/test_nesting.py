@@ -8,7 +8,7 @@ from rekindle.protocol.nesting import depth_exceeds, levels
 
 
 def nested(depth: int) -> Any:
-    """A value of so many levels, lists and objects in turn."""
+    """A value with this many levels, alternating lists and objects."""
     value: Any = 1
     for level in range(depth - 1):
         value = [value] if level % 2 else {"a": value}

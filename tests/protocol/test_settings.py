@@ -47,7 +47,7 @@ from rekindle.protocol.settings import (
         ),
     ],
 )
-def test_settings_arrive_as_they_were_sent(settings: RuntimeSettings) -> None:
+def test_settings_arrive_unchanged(settings: RuntimeSettings) -> None:
     sent = LoadModel(path="m.gguf", served=["m.gguf"], settings=settings)
     front, runtime = socket.socketpair()
     with front, runtime:
@@ -55,16 +55,16 @@ def test_settings_arrive_as_they_were_sent(settings: RuntimeSettings) -> None:
         assert next(receive(runtime)).message == sent
 
 
-def test_reading_them_takes_no_pydantic() -> None:
-    """The runtime validates nothing, and starts faster without it."""
+def test_the_runtime_reads_settings_without_pydantic() -> None:
+    """The runtime validates nothing, and starts faster without pydantic."""
     code = "import sys, rekindle.protocol.frames; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_the_type_of_kv_cells_follows_from_the_setting() -> None:
+def test_the_settings_decide_the_kv_type() -> None:
     assert RuntimeSettings().kv_type == "f16"
     assert RuntimeSettings(fp8_kvcache=True).kv_type == "q8_0"
-    assert RuntimeSettings(kv_bits=8).kv_type == "f16"  # up to the start
+    assert RuntimeSettings(kv_bits=8).kv_type == "f16"  # up to the start of quantisation
     assert RuntimeSettings(kv_bits=8, kv_quantization_start=0).kv_type == "q8_0"
     assert RuntimeSettings(kv_bits=4, kv_quantization_start=0).kv_type == "q4_0"
     assert RuntimeSettings(kv_bits=4, fp8_kvcache=True).kv_type == "q8_0"
@@ -79,7 +79,7 @@ def test_threads_default_to_the_cores_within_a_limit() -> None:
     ("size", "text"),
     [(0, "0B"), (7, "7B"), (1000, "1KB"), (1024, "1KiB"), (2 * GIB, "2GiB"), (10 * GB, "10GB")],
 )
-def test_a_size_is_shown_as_it_may_be_written(size: int, text: str) -> None:
+def test_a_formatted_size_can_be_parsed_again(size: int, text: str) -> None:
     assert format_size(size) == text
     assert parse_size(text) == size
 
@@ -88,7 +88,7 @@ def test_a_size_is_shown_as_it_may_be_written(size: int, text: str) -> None:
     ("said", "cores"),
     [("200000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64), (None, 64)],
 )
-def test_a_container_has_the_cores_of_its_quota(
+def test_a_container_gets_the_cores_of_its_quota(
     said: str | None, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _process: set(range(64)), raising=False)

@@ -1,4 +1,4 @@
-"""The script that builds llama.cpp, up to where a compiler would begin."""
+"""Runs the build script of llama.cpp up to the compiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*arguments: str | Path, path: str | None = None) -> subprocess.Completed
 
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
-    """What an archive of the package looks like, with little in it."""
+    """A small imitation of the source archive."""
     llama = tmp_path / "xllamacpp-1" / "thirdparty" / "llama.cpp"
     kept = ["CMakeLists.txt", "ggml/CMakeLists.txt", "src/llama.cpp", "scripts/ui-assets.cmake"]
     kept += ["tools/CMakeLists.txt", "tools/server/server.cpp", "tools/mtmd/models/a.cpp"]
@@ -37,7 +37,7 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path / "xllamacpp-1"
 
 
-def test_a_pack_holds_what_a_build_reads_and_no_more(sources: Path, tmp_path: Path) -> None:
+def test_a_pack_contains_only_the_files_that_a_build_reads(sources: Path, tmp_path: Path) -> None:
     pack = tmp_path / "new" / "llama.tar.gz"
     done = run("--source", sources, "--pack", pack)
     assert done.returncode == 0, done.stderr
@@ -47,7 +47,7 @@ def test_a_pack_holds_what_a_build_reads_and_no_more(sources: Path, tmp_path: Pa
     assert not [name for name in names if "sycl" in name or "docs" in name or "big" in name]
 
 
-def test_a_pack_is_a_source_again(sources: Path, tmp_path: Path) -> None:
+def test_a_pack_can_be_used_as_source(sources: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"
     assert run("--source", sources, "--pack", first).returncode == 0
     assert run("--source", first, "--pack", second).returncode == 0
@@ -65,13 +65,13 @@ def test_a_pack_is_a_source_again(sources: Path, tmp_path: Path) -> None:
         (["--source", str(SCRIPT.parent)], "holds no llama.cpp"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments: list[str], reason: str) -> None:
+def test_impossible_requests_are_explained(arguments: list[str], reason: str) -> None:
     done = run(*arguments)
     assert done.returncode != 0
     assert reason in done.stderr
 
 
-def test_a_missing_compiler_is_named_with_what_to_do(sources: Path, tmp_path: Path) -> None:
+def test_a_missing_compiler_is_reported_with_a_remedy(sources: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("find", "mktemp", "dirname", "uname", "getconf", "rm", "mkdir"):
@@ -95,7 +95,7 @@ GRAPHS = """
 
 
 def configure_cuda(sources: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    """Of an archive, with tools that do nothing."""
+    """Configure a build from an archive, with tools that do nothing."""
     archive, tools = tmp_path / "pack.tar.gz", tmp_path / "bin"
     assert run("--source", sources, "--pack", archive).returncode == 0
     tools.mkdir()
@@ -106,9 +106,7 @@ def configure_cuda(sources: Path, tmp_path: Path) -> subprocess.CompletedProcess
     return run("--cuda", "--configure", "--source", archive, "--out", out, path=path)
 
 
-def test_cuda_graphs_are_made_anew_where_they_would_be_updated(
-    sources: Path, tmp_path: Path
-) -> None:
+def test_cuda_graphs_are_rebuilt_instead_of_updated(sources: Path, tmp_path: Path) -> None:
     source = "ggml/src/ggml-cuda/ggml-cuda.cu"
     written = sources / "thirdparty/llama.cpp" / source
     written.parent.mkdir(parents=True)
@@ -124,7 +122,7 @@ def test_cuda_graphs_are_made_anew_where_they_would_be_updated(
     assert "if (cuda_graph_update_required) {" not in mended
 
 
-def test_sources_that_cannot_be_mended_are_not_built(sources: Path, tmp_path: Path) -> None:
+def test_sources_that_cannot_be_patched_are_not_built(sources: Path, tmp_path: Path) -> None:
     written = sources / "thirdparty/llama.cpp/ggml/src/ggml-cuda/ggml-cuda.cu"
     written.parent.mkdir(parents=True)
     written.write_text("another version")

@@ -1,4 +1,4 @@
-"""The parts of `make clients` that stand between a program and its server."""
+"""The parts of `make clients` between a program and its server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WAIT_S = 20
 
 @pytest.fixture
 def more() -> threading.Event:
-    """Set when the rest of an answer may come."""
+    """Set when the rest of an answer may be sent."""
     return threading.Event()
 
 
@@ -47,7 +47,9 @@ def upstream(more: threading.Event) -> Iterator[str]:
         thread.join()
 
 
-def test_what_a_client_has_seen_is_recorded(upstream: str, more: threading.Event) -> None:
+def test_everything_that_a_client_received_is_recorded(
+    upstream: str, more: threading.Event
+) -> None:
     with recording(upstream) as (url, recorder), httpx.stream("GET", url, timeout=WAIT_S) as answer:
         pieces, seen = answer.iter_raw(), b""
         while len(seen) < len("first"):
@@ -66,7 +68,7 @@ class Echo(Program):
         return ["sh", "-c", f'echo "{text} $HOME $SOME_KEY"; exit ${{STATUS:-0}}']
 
 
-def test_a_client_is_given_nothing_of_the_environment_but_where_programs_are(
+def test_a_client_gets_only_the_path_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SOME_KEY", "secret")
@@ -74,7 +76,7 @@ def test_a_client_is_given_nothing_of_the_environment_but_where_programs_are(
     assert client.say("hello") == f"hello {tmp_path / 'home'} \n"
 
 
-def test_a_client_that_fails_says_what_it_said(
+def test_a_failed_client_is_reported_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Echo, "settings", {"STATUS": "3"})
@@ -83,7 +85,7 @@ def test_a_client_that_fails_says_what_it_said(
         client.say("hello")
 
 
-def test_what_a_client_leaves_running_is_ended(tmp_path: Path) -> None:
+def test_processes_that_a_client_leaves_running_are_ended(tmp_path: Path) -> None:
     client = Echo(tmp_path, tmp_path, "http://127.0.0.1:1")
     left = subprocess.Popen(["sleep", "60"], env=client.environment)
     other = subprocess.Popen(["sleep", "60"])
@@ -109,7 +111,7 @@ FUNCTION = {"type": "function", "function": {"name": "look"}}
         ),
     ],
 )
-def test_the_first_reply_of_a_conversation_is_made_to_call_the_tool(
+def test_the_first_reply_of_a_conversation_is_forced_to_call_the_tool(
     path: str, tool: dict[str, Any], choice: dict[str, Any]
 ) -> None:
     recorder = Recorder("http://127.0.0.1:1")
@@ -146,7 +148,7 @@ data: {"type": "response.completed", "response": {"x_cache": {"normalised": ["to
 
 
 @pytest.mark.parametrize("answer", [CHAT, MESSAGES, RESPONSES])
-def test_what_was_reused_is_read_in_each_dialect(answer: str) -> None:
+def test_reused_tokens_are_read_in_each_dialect(answer: str) -> None:
     exchange = Exchange("POST", "/", {}, 200, bytearray(answer.replace("\\\n", "").encode()))
     assert turn_of(exchange) == Turn(10, 7, False, ("tools",))
     assert not exchange.failed
@@ -155,12 +157,12 @@ def test_what_was_reused_is_read_in_each_dialect(answer: str) -> None:
 @pytest.mark.parametrize(
     "answer", ["event: error\n", "event: response.failed\n", 'data: {"error": {}}\n']
 )
-def test_an_error_in_a_stream_is_one(answer: str) -> None:
+def test_an_error_in_a_stream_is_recognised(answer: str) -> None:
     assert Exchange("POST", "/", {}, 200, bytearray(answer.encode())).failed
 
 
 @pytest.mark.parametrize("command", [["/does/not/exist"], ["/bin/echo", "hello"]])
-def test_a_program_that_cannot_be_run_or_ends_at_once_is_not_waited_for(
+def test_nobody_waits_for_a_program_that_cannot_run_or_ends_immediately(
     command: list[str], tmp_path: Path
 ) -> None:
     assert not type_into(

@@ -1,4 +1,4 @@
-"""What fits into a GPU, as docs/gpu.md has it."""
+"""The table of docs/gpu.md about what fits into a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_page_has_the_table_that_the_command_prints() -> None:
     assert "\n".join(lines) in PAGE.read_text()
 
 
-def test_pool_and_parking_are_shares_of_what_the_weights_leave() -> None:
+def test_pool_and_parking_are_shares_of_the_memory_without_weights() -> None:
     shape = MODELS["Qwen3 8B"]
     assert shape.token_bytes(16) == 147_456
     left_bytes = 24 * GIB - GIB // 2 - shape.weights_bytes
@@ -24,12 +24,12 @@ def test_pool_and_parking_are_shares_of_what_the_weights_leave() -> None:
     assert found == Fit(int(0.4 * left_bytes / 147_456), int(0.2 * left_bytes / 147_456))
 
 
-def test_what_leaves_no_room_to_compute_does_not_fit() -> None:
+def test_a_model_without_memory_to_compute_does_not_fit() -> None:
     assert fit(MODELS["Llama 3.3 70B"], 24 * GIB, 0.3, 0.3, 16) is None
     assert fit(MODELS["Qwen3 8B"], 8 * GIB, 0.5, 0.45, 16) is None
 
 
-def test_quantised_cells_hold_more() -> None:
+def test_a_quantised_cache_holds_more_tokens() -> None:
     sixteen, eight = (fit(MODELS["Qwen3 4B"], 16 * GIB, 0.3, 0.3, bits) for bits in (16, 8))
     assert sixteen is not None
     assert eight is not None

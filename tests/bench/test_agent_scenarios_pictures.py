@@ -1,4 +1,4 @@
-"""Questions about a picture: a new one each round, the same for both servers."""
+"""Each round asks about a new picture, which is the same for both servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Serve = Callable[[FakeOpenAI], str]
 
 
 def asked(serve: Serve, seed: str) -> list[list[dict[str, Any]]]:
-    """The conversations with a picture that a fake was sent in two rounds."""
+    """The conversations with a picture that a fake received in two rounds."""
     fake = FakeOpenAI()
     options = BenchOptions(base_url=serve(fake), scenarios=("pictures",), repeats=2, seed=seed)
     run(options, Console(file=StringIO()))
@@ -25,7 +25,7 @@ def asked(serve: Serve, seed: str) -> list[list[dict[str, Any]]]:
     return [each for each in messages if isinstance(each[0]["content"], list)]
 
 
-def test_a_picture_is_asked_about_twice_and_then_from_the_start_again(serve: Serve) -> None:
+def test_a_picture_gets_two_questions_and_one_in_a_new_conversation(serve: Serve) -> None:
     first, second, other, *_ = asked(serve, "a")
     assert [len(each) for each in (first, second, other)] == [1, 3, 1]
     assert second[0] == first[0]
@@ -33,7 +33,7 @@ def test_a_picture_is_asked_about_twice_and_then_from_the_start_again(serve: Ser
     assert other[0]["content"][1] != first[0]["content"][1]
 
 
-def test_each_round_has_a_picture_of_its_own_and_both_servers_the_same(serve: Serve) -> None:
+def test_each_round_has_a_new_picture_that_is_the_same_for_both_servers(serve: Serve) -> None:
     urls = [each[0]["content"][0]["image_url"]["url"] for each in asked(serve, "a")]
     assert urls[0] != urls[3]
     assert asked(serve, "a")[0] == asked(serve, "a")[0]

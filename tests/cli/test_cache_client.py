@@ -1,4 +1,4 @@
-"""A prompt cache on its way to a server, and its tokens."""
+"""Prompt cache files are sent to a server with their tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def header_of(content: bytes) -> dict[str, Any]:
     return found
 
 
-def test_tokens_are_named_in_the_header_and_the_rest_stays(tmp_path: Path) -> None:
+def test_tokens_are_added_to_the_header_and_nothing_else_changes(tmp_path: Path) -> None:
     header = {"0.0": {"dtype": "U8"}, "__metadata__": {"0.model": "tiny"}}
     file = PromptCacheFile(written(tmp_path / "a.safetensors", header))
     assert not file.has_tokens
@@ -45,7 +45,7 @@ def test_tokens_are_named_in_the_header_and_the_rest_stays(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 20, (2).to_bytes(8, "little") + b"[]"])
-def test_what_is_no_such_file_is_said_in_a_sentence(content: bytes, tmp_path: Path) -> None:
+def test_another_file_format_is_refused_in_one_sentence(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(content)
     with pytest.raises(RekindleError, match="not a safetensors file"):
@@ -63,7 +63,9 @@ def test_what_is_no_such_file_is_said_in_a_sentence(content: bytes, tmp_path: Pa
         ("[true]", "token ids"),
     ],
 )
-def test_a_list_of_tokens_is_nothing_else(content: str, message: str, tmp_path: Path) -> None:
+def test_anything_but_a_list_of_token_ids_is_refused(
+    content: str, message: str, tmp_path: Path
+) -> None:
     path = tmp_path / "tokens.json"
     path.write_text(content)
     with pytest.raises(RekindleError, match=message):
@@ -74,7 +76,7 @@ def test_a_list_of_tokens_is_nothing_else(content: str, message: str, tmp_path: 
     assert read_tokens(path) == [3, 4]
 
 
-def test_a_refused_export_leaves_the_file_that_was_there(tmp_path: Path) -> None:
+def test_a_refused_export_leaves_the_existing_file(tmp_path: Path) -> None:
     def answer(_request: httpx.Request) -> httpx.Response:
         return httpx.Response(409, json={"error": {"message": "nothing is left"}})
 
@@ -87,7 +89,7 @@ def test_a_refused_export_leaves_the_file_that_was_there(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_model_without_a_template_has_its_prompt_tokenised_as_text() -> None:
+def test_without_a_chat_template_the_prompt_is_tokenised_as_text() -> None:
     asked: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Agents in tool loops: all servers read the same histories; the cold round does not count."""
+"""In tool loops all servers read the same histories, and the cold round does not count."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNREPORTED = TimedTurn(0.2, prompt_tokens=1000, completion_tokens=10, cached_tok
 
 
 def sent(serve: Serve, fake: FakeOpenAI) -> list[dict[str, Any]]:
-    """The bodies with tools that a fake was sent by three agents in three rounds."""
+    """The requests with tools that a fake received from three agents in three rounds."""
     options = BenchOptions(
         base_url=serve(fake),
         scenarios=("toolloop",),
@@ -44,7 +44,7 @@ def sent(serve: Serve, fake: FakeOpenAI) -> list[dict[str, Any]]:
     return [body for body in fake.bodies if "tools" in body]
 
 
-def test_agents_take_turns_and_bring_the_same_tools(serve: Serve) -> None:
+def test_agents_take_turns_and_send_the_same_tools(serve: Serve) -> None:
     bodies = sent(serve, FakeOpenAI())
     systems = [body["messages"][0]["content"] for body in bodies]
     assert len(set(systems)) == 3
@@ -75,7 +75,7 @@ def test_a_call_names_a_tool_and_its_result_names_the_call(serve: Serve) -> None
 
 
 def test_a_history_only_grows(serve: Serve) -> None:
-    """What an agent sent before is the beginning of what it sends next."""
+    """Each request of an agent is a prefix of its next request."""
     bodies = sent(serve, FakeOpenAI())
     for earlier, later in zip(bodies, bodies[3:], strict=False):
         known = earlier["messages"]
@@ -88,8 +88,8 @@ def test_servers_that_answer_differently_read_the_same_histories(serve: Serve) -
     assert [body["messages"] for body in one] == [body["messages"] for body in other]
 
 
-def test_a_comparison_says_so_when_a_server_read_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that leaves tools out of its prompts has less to do."""
+def test_a_comparison_notes_when_a_server_read_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that leaves tools out of its prompts has less work."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     report, targets = importlib.import_module("report"), importlib.import_module("targets")
     full, less = (Results("a", "m", True, {"toolloop": [loop]}) for loop in (FULL, LESS))

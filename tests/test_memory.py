@@ -1,4 +1,4 @@
-"""Free memory, as a machine and its control groups say."""
+"""Free memory is limited by the machine and by its cgroups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from rekindle.memory import host_free_bytes
 
 MIB = 1 << 20
-UNLIMITED = 9_223_372_036_854_771_712  # how version 1 says that there is no limit
+UNLIMITED = 9_223_372_036_854_771_712  # version 1 writes this for no limit
 
 
 def machine(root: Path, available_mib: int, membership: str = "0::/") -> None:
@@ -18,7 +18,7 @@ def machine(root: Path, available_mib: int, membership: str = "0::/") -> None:
 
 
 def group(root: Path, limit: str, used_mib: int, cache_mib: int = 0) -> None:
-    """A group of version 2."""
+    """A group of cgroups version 2."""
     write(root / "memory.max", limit)
     write(root / "memory.current", str(used_mib * MIB))
     write(root / "memory.stat", f"anon 5\ninactive_file {cache_mib * MIB}\n")
@@ -35,12 +35,12 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def test_without_groups_it_is_what_the_machine_has_available(tmp_path: Path) -> None:
+def test_without_cgroups_the_available_memory_of_the_machine_counts(tmp_path: Path) -> None:
     machine(tmp_path, 500)
     assert host_free_bytes(tmp_path) == 500 * MIB
 
 
-def test_a_container_has_what_its_limit_leaves_and_what_its_file_cache_gives_back(
+def test_a_container_has_its_limit_minus_usage_plus_reclaimable_file_cache(
     tmp_path: Path,
 ) -> None:
     machine(tmp_path, 9000)
@@ -48,7 +48,7 @@ def test_a_container_has_what_its_limit_leaves_and_what_its_file_cache_gives_bac
     assert host_free_bytes(tmp_path) == 400 * MIB
 
 
-def test_the_tightest_of_the_groups_around_it_counts(tmp_path: Path) -> None:
+def test_the_tightest_parent_group_counts(tmp_path: Path) -> None:
     machine(tmp_path, 9000, "0::/outer/inner")
     cgroup = tmp_path / "sys/fs/cgroup"
     group(cgroup / "outer", str(800 * MIB), used_mib=700)
@@ -56,13 +56,13 @@ def test_the_tightest_of_the_groups_around_it_counts(tmp_path: Path) -> None:
     assert host_free_bytes(tmp_path) == 100 * MIB
 
 
-def test_a_machine_with_less_than_the_limit_counts(tmp_path: Path) -> None:
+def test_the_machine_counts_if_it_has_less_than_the_limit(tmp_path: Path) -> None:
     machine(tmp_path, 50)
     group(tmp_path / "sys/fs/cgroup", str(1000 * MIB), used_mib=100)
     assert host_free_bytes(tmp_path) == 50 * MIB
 
 
-def test_groups_of_version_1_count_also_where_their_path_is_the_hosts(tmp_path: Path) -> None:
+def test_version_1_groups_count_even_with_the_path_of_the_host(tmp_path: Path) -> None:
     machine(tmp_path, 9000, "5:cpu:/x\n4:memory:/docker/0123\n0::/")
     old_group(tmp_path / "sys/fs/cgroup/memory", 600 * MIB, used_mib=200, cache_mib=50)
     assert host_free_bytes(tmp_path) == 450 * MIB
@@ -75,18 +75,18 @@ def test_a_group_without_a_limit_changes_nothing(tmp_path: Path) -> None:
     assert host_free_bytes(tmp_path) == 700 * MIB
 
 
-def test_a_group_that_is_full_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_group_leaves_no_memory(tmp_path: Path) -> None:
     machine(tmp_path, 700)
     group(tmp_path / "sys/fs/cgroup", str(100 * MIB), used_mib=101)
     assert host_free_bytes(tmp_path) == 0
 
 
 @pytest.mark.parametrize("damaged", ["", "garbage", "12 kB"])
-def test_a_group_that_cannot_be_read_is_left_out(tmp_path: Path, damaged: str) -> None:
+def test_an_unreadable_group_is_ignored(tmp_path: Path, damaged: str) -> None:
     machine(tmp_path, 700)
     group(tmp_path / "sys/fs/cgroup", damaged, used_mib=1)
     assert host_free_bytes(tmp_path) == 700 * MIB
 
 
-def test_this_machine_has_some() -> None:
+def test_this_machine_has_free_memory() -> None:
     assert host_free_bytes() > MIB
