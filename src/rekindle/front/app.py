@@ -106,9 +106,10 @@ def build_app(
     for gone in (ClientGone, ClientDisconnect):
         app.add_exception_handler(gone, _on_client_gone)
     return RequestMiddleware(
-        (drain or Drain()).guard(app),
+        app,
         keys or api_keys(config),
         config.host,
+        drain=drain,
         origins=config.cors_origin,
         versioned=_versioned(),
         error_format=_error_format,

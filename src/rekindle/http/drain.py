@@ -9,19 +9,21 @@ import time
 from types import FrameType
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rekindle.errors import Unavailable
-from rekindle.http.responses import ErrorResponse
 
 DRAIN_S = 10  # how long requests in flight may take to finish
 
 
-class Drain:
-    """Refuses every new request once it has begun, even /health.
+class Stopping(Unavailable):
+    """Every new request gets this error while the server drains, even /health.
 
     A load balancer then stops sending requests, and a client knows that it may retry elsewhere.
     """
+
+
+class Drain:
+    """The time that requests in flight have to finish, once the server is told to stop."""
 
     def __init__(self) -> None:
         self.deadline_s: float | None = None  # None until draining begins
@@ -33,17 +35,10 @@ class Drain:
     def is_over(self) -> bool:
         return self.deadline_s is not None and time.monotonic() >= self.deadline_s
 
-    def guard(self, app: ASGIApp) -> ASGIApp:
-        async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-            if self.deadline_s is None or scope["type"] != "http":
-                await app(scope, receive, send)
-                return
-            stopping = Unavailable("the server is stopping; send the request again")
-            refusal = ErrorResponse(stopping, scope)
-            refusal.headers["connection"] = "close"
-            await refusal(scope, receive, send)
-
-        return guarded
+    def check(self) -> None:
+        """Raise Stopping if draining has begun."""
+        if self.deadline_s is not None:
+            raise Stopping("the server is stopping; send the request again")
 
 
 class Server(uvicorn.Server):

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rekindle.errors import BadRequest, Forbidden, ServerError
 from rekindle.http.auth import CALLER, LOOPBACK, OPEN_SALT, Caller, Keys
 from rekindle.http.body import BODY, HeldBytes, LimitedBody, check_announced_size, upload
+from rekindle.http.drain import Drain, Stopping
 from rekindle.http.logs import REQUEST_ID_HEADER, request_context
 from rekindle.http.protocol import MAX_HEADER_BYTES, HeadersTooLarge
 from rekindle.http.responses import ERROR_FORMAT, OPENAI_ERRORS, ErrorFormat, ErrorResponse
@@ -66,6 +67,7 @@ class RequestMiddleware:
         keys: Keys,
         host: str,
         *,
+        drain: Drain | None = None,
         origins: Iterable[str] = (),
         versioned: Container[str] = (),
         error_format: Callable[[str, Headers], ErrorFormat] = lambda _path, _headers: OPENAI_ERRORS,
@@ -74,6 +76,7 @@ class RequestMiddleware:
         self._keys = keys
         self._is_local = host in LOOPBACK
         self._cors = Cors(origins, loopback=self._is_local)
+        self._drain = drain or Drain()
         self._versioned = versioned
         self._error_format = error_format
         self.held = HeldBytes()
@@ -103,8 +106,12 @@ class RequestMiddleware:
             caller = self._identify(scope, headers)
             if scope["method"] == "POST":
                 _check_content(headers, path)
+            self._drain.check()
         except ServerError as error:
-            await ErrorResponse(error, scope)(scope, receive, send)
+            response = ErrorResponse(error, scope)
+            if isinstance(error, Stopping):
+                response.headers["connection"] = "close"
+            await response(scope, receive, send)
             return
         inner = {**scope, "path": path, CALLER: caller}
         if scope["method"] == "HEAD":  # uvicorn omits the body

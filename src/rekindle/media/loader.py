@@ -86,11 +86,11 @@ class MediaLoader:
         if len(sources) > LIMITS.images:
             raise BadMedia(f"A request may have {LIMITS.images} images, not {len(sources)}.")
         usage = _Usage(hold)
-        distinct = list(dict.fromkeys(sources))
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
-                    each: group.create_task(self._load(each, tenant, usage)) for each in distinct
+                    each: group.create_task(self._load(each, tenant, usage))
+                    for each in dict.fromkeys(sources)
                 }
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
