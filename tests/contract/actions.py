@@ -1,4 +1,4 @@
-"""Prefill, decode and export, as the runtime does them."""
+"""Prefills, decodes and exports in the same way as the runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROMPT = [3 + (7 * n) % 200 for n in range(150)]
 
 
 def prefill(engine: Engine, sequence: Sequence, tokens: list[int]) -> int:
-    """Append in canonical steps and choose the next token."""
+    """Append in canonical steps and sample the next token."""
     step = engine.capabilities.step_tokens
     sampler = engine.sampler(GREEDY, tokens)
     sampled = None

@@ -1,4 +1,4 @@
-"""Every embedder the contract is held against."""
+"""Lists every embedder that has to fulfil the contract."""
 
 from __future__ import annotations
 

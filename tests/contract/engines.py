@@ -1,4 +1,4 @@
-"""Every engine the contract is held against."""
+"""Lists every engine that has to fulfil the contract."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SEVERAL_KV_TYPES = (
 
 
 def write_wide_llama(path: Path) -> Path:
-    """Half as many heads, each 32 wide: what 8-bit cells need."""
+    """Heads are 32 wide, as 8-bit cells need."""
     model = TinyModel(path, "llama", LAYERS, seed=0, context=4096)
     model.number("attention.head_count", 2)
     model.number("attention.head_count_kv", 1)

@@ -1,4 +1,4 @@
-"""What every embedder promises, whatever is behind it."""
+"""Every embedder keeps these promises."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_an_input_has_the_same_vector_alone_and_in_any_company(embedder: Embedde
     assert (vectors * alone).sum(axis=-1).min() > 0.9999
 
 
-def test_other_tokens_or_another_order_are_another_vector(embedder: Embedder) -> None:
+def test_other_tokens_or_another_order_give_another_vector(embedder: Embedder) -> None:
     one, turned, longer = embedder.embed([[5, 6, 7], [7, 6, 5], [5, 6, 7, 7]])
     assert one @ turned < 0.9999
     assert one @ longer < 0.9999
@@ -50,5 +50,5 @@ def test_an_input_may_be_as_long_as_the_context(embedder: Embedder) -> None:
     assert np.isfinite(embedder.embed([longest])).all()
 
 
-def test_no_input_is_no_row(embedder: Embedder) -> None:
+def test_no_inputs_give_no_rows(embedder: Embedder) -> None:
     assert embedder.embed([]).shape == (0, embedder.info.dimensions)

@@ -1,4 +1,4 @@
-"""What every engine promises, whatever is behind it."""
+"""Every engine keeps these promises."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
     assert [sequence.length for sequence in sequences] == [10, 10, 10]
 
 
-def test_each_piece_of_a_step_has_its_own_choice(engine: Engine) -> None:
-    """Whatever lengths the pieces have, and whichever of them choose nothing."""
+def test_each_item_of_a_step_gets_its_own_token(engine: Engine) -> None:
+    """For any lengths of the items, and if some have no sampler."""
     work = [
         Work(engine.sequences.open(exact=False), PROMPT[:length], sampler)
         for length, sampler in (
@@ -66,8 +66,8 @@ def cold_token(engine: Engine, tokens: list[int]) -> int:
     return token
 
 
-def test_no_more_sequences_open_than_there_are(engine: Engine) -> None:
-    """One exact one more than compute, to take over what another one holds."""
+def test_the_number_of_open_sequences_is_limited(engine: Engine) -> None:
+    """One exact sequence more than may compute can be open, as the target of a requantisation."""
     for exact, most in (
         (False, engine.capabilities.sequences),
         (True, engine.capabilities.exact_sequences + 1),
@@ -184,7 +184,7 @@ class OnlyEven:
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingParams(temperature=1, seed=1)], ids=["greedy", "sampled"]
 )
-def test_a_mask_is_applied_to_every_choice_and_is_given_it(
+def test_a_mask_limits_every_choice_and_is_told_the_token(
     engine: Engine, sampling: SamplingParams
 ) -> None:
     only_even = OnlyEven()

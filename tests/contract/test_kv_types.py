@@ -1,4 +1,4 @@
-"""What every engine promises whose sequences may have cells of several types."""
+"""Every engine with several KV types keeps these promises."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ pytestmark = several_kv_types
 
 
 def smaller(engine: Engine) -> list[KvType]:
-    """The types with fewer bits than the usual one."""
+    """Return the types with fewer bits than the default."""
     known = engine.capabilities
     return [name for name, layout in known.kv.items() if layout.bits < known.kv_layout.bits]
 
 
-def test_every_type_says_what_it_is_and_is_exchanged_with_no_other(engine: Engine) -> None:
+def test_every_kv_type_has_its_own_layout_and_fingerprint(engine: Engine) -> None:
     layouts = engine.capabilities.kv
     assert smaller(engine)
     assert len({layout.fingerprint for layout in layouts.values()}) == len(layouts)
@@ -30,7 +30,7 @@ def test_every_type_says_what_it_is_and_is_exchanged_with_no_other(engine: Engin
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_blocks_of_each_type_have_its_size_and_come_back(engine: Engine, exact: bool) -> None:
+def test_blocks_of_each_type_have_its_size_and_can_be_restored(engine: Engine, exact: bool) -> None:
     size = engine.capabilities.step_tokens
     for kv_type, layout in engine.capabilities.kv.items():
         expected = cold(engine, PROMPT, exact=exact, kv_type=kv_type)
@@ -45,7 +45,7 @@ def test_blocks_of_each_type_have_its_size_and_come_back(engine: Engine, exact: 
 
 
 def moved(engine: Engine, source: Sequence, kv_type: KvType) -> Sequence:
-    """What a sequence holds in another of this type; block by block, as the runtime does it."""
+    """Requantise a sequence block by block, as the runtime does."""
     into = engine.sequences.open(exact=source.exact, kv_type=kv_type)
     block = engine.capabilities.block_tokens
     while into.length < source.length:
@@ -63,7 +63,9 @@ def moved(engine: Engine, source: Sequence, kv_type: KvType) -> Sequence:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_transcoded_sequence_goes_on_and_comes_back_as_it_is(engine: Engine, exact: bool) -> None:
+def test_a_requantised_sequence_continues_and_is_restored_unchanged(
+    engine: Engine, exact: bool
+) -> None:
     size = engine.capabilities.step_tokens
     for kv_type in smaller(engine):
         source = engine.sequences.open(exact=exact)
@@ -79,7 +81,7 @@ def test_a_transcoded_sequence_goes_on_and_comes_back_as_it_is(engine: Engine, e
         engine.sequences.close(other)
 
 
-def test_what_a_block_becomes_does_not_depend_on_the_blocks_around_it(engine: Engine) -> None:
+def test_requantising_a_block_does_not_depend_on_its_neighbours(engine: Engine) -> None:
     source = engine.sequences.open(exact=True)
     prefill(engine, source, PROMPT[:20])
     usual = source.kv_type
@@ -96,7 +98,7 @@ def test_what_a_block_becomes_does_not_depend_on_the_blocks_around_it(engine: En
         engine.sequences.close(whole)
 
 
-def test_nothing_gains_bits(engine: Engine) -> None:
+def test_requantising_to_more_bits_is_refused(engine: Engine) -> None:
     usual = engine.capabilities.kv_type
     for kv_type in smaller(engine):
         sequence = engine.sequences.open(exact=False, kv_type=kv_type)

@@ -1,4 +1,4 @@
-"""What the tests' own engine promises beyond the contract: the same bits whatever the step."""
+"""The NumPy engine of the tests computes the same bits for any division into steps."""
 
 from __future__ import annotations
 

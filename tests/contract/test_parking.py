@@ -1,4 +1,4 @@
-"""What engines promise that park idle sequences outside the pool."""
+"""Engines that park idle sequences keep these promises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_parked_sequence_holds_no_cells(engine: Engine) -> None:
     assert engine.sequences.freed_tokens([sequence]) == 0
 
 
-def test_a_copy_of_a_parked_sequence_answers_as_one_that_never_left(engine: Engine) -> None:
+def test_a_copy_of_a_parked_sequence_gives_the_same_reply(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
     sequence, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     first = prefill(engine, sequence, PROMPT)
@@ -44,7 +44,7 @@ def test_a_copy_of_a_parked_sequence_answers_as_one_that_never_left(engine: Engi
     assert decode(engine, into, first, 12) == expected
 
 
-def test_a_copy_exports_what_the_sequence_did_before(engine: Engine) -> None:
+def test_a_copy_exports_the_same_bytes(engine: Engine) -> None:
     sequence, into = computed(engine, PROMPT), engine.sequences.open(exact=False)
     size = engine.capabilities.block_tokens
     before = engine.sequences.export(sequence, size, 2 * size)
@@ -54,7 +54,7 @@ def test_a_copy_exports_what_the_sequence_did_before(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 100, len(PROMPT)])
-def test_a_parked_sequence_is_shared_as_another(engine: Engine, tokens: int) -> None:
+def test_a_parked_sequence_can_be_shared(engine: Engine, tokens: int) -> None:
     other = [*PROMPT[:tokens], *PROMPT[:50]]
     expected = cold(engine, other, exact=False)
     source = computed(engine, PROMPT)
@@ -79,7 +79,7 @@ def test_a_copy_outlives_its_parked_source(engine: Engine) -> None:
     assert answer(engine, into, PROMPT) == expected
 
 
-def test_there_is_room_for_so_many_tokens(engine: Engine) -> None:
+def test_parking_is_limited_by_its_tokens(engine: Engine) -> None:
     parking = parking_of(engine)
     one, two, three = (computed(engine, PROMPT) for _ in range(3))
     assert parking.park(one)
@@ -92,7 +92,7 @@ def test_there_is_room_for_so_many_tokens(engine: Engine) -> None:
     assert two.is_parked
 
 
-def test_what_does_not_fit_into_the_pool_is_not_copied(engine: Engine) -> None:
+def test_a_parked_sequence_that_does_not_fit_is_not_copied(engine: Engine) -> None:
     parking, sequence = parking_of(engine), computed(engine, PROMPT)
     parking.park(sequence)
     while engine.sequences.free_tokens() >= len(PROMPT):
@@ -102,7 +102,7 @@ def test_what_does_not_fit_into_the_pool_is_not_copied(engine: Engine) -> None:
     engine.sequences.close(sequence)
 
 
-def test_a_rebuilt_engine_has_forgotten_what_was_parked(engine: Engine) -> None:
+def test_a_reset_forgets_parked_sequences(engine: Engine) -> None:
     expected = cold(engine, PROMPT, exact=False)
     for _ in range(2):
         assert parking_of(engine).park(computed(engine, PROMPT))

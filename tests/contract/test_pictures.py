@@ -1,4 +1,4 @@
-"""What every engine that takes pictures promises about them."""
+"""Engines that take images keep these promises."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def encoded(engine: Engine, picture: Picture) -> tuple[Tokens, Media, Matrix]:
 
 
 def show(engine: Engine, sequence: Sequence, picture: Picture, *, cut: int | None = None) -> None:
-    """Append a picture, in one step or in two."""
+    """Append an image, in one step or in two."""
     tokens, span, vectors = encoded(engine, picture)
     ids = tokens.ids()
     if span.start:
@@ -51,7 +51,7 @@ def ask(engine: Engine, sequence: Sequence) -> list[int]:
 
 
 @seeing_engines
-def test_a_picture_takes_as_many_vectors_as_tokens(engine: Engine) -> None:
+def test_an_image_has_a_vector_for_each_token(engine: Engine) -> None:
     assert engine.capabilities.modalities == {"text", "image"}
     tokens, span, vectors = encoded(engine, drawn(1))
     assert len(vectors) == span.length >= span.positions
@@ -62,7 +62,7 @@ def test_a_picture_takes_as_many_vectors_as_tokens(engine: Engine) -> None:
 
 @seeing_engines
 @pytest.mark.parametrize("exact", [False, True])
-def test_the_answer_depends_on_the_picture_and_on_nothing_else(engine: Engine, exact: bool) -> None:
+def test_the_reply_depends_only_on_the_image(engine: Engine, exact: bool) -> None:
     one, other = drawn(1), drawn(2)
     said = {order: answer(engine, *order, exact=exact) for order in ((one,), (one, other))}
     assert answer(engine, one, exact=exact) == said[one,]
@@ -72,7 +72,7 @@ def test_the_answer_depends_on_the_picture_and_on_nothing_else(engine: Engine, e
 
 
 @seeing_engines
-def test_pictures_and_text_of_several_sequences_are_computed_in_one_step(engine: Engine) -> None:
+def test_images_and_text_of_several_sequences_share_a_step(engine: Engine) -> None:
     expected = [answer(engine, drawn(seed)) for seed in (1, 2)]
     sequences = [engine.sequences.open(exact=False) for _ in range(3)]
     shown = [encoded(engine, drawn(seed)) for seed in (1, 2)]
@@ -93,7 +93,7 @@ def test_pictures_and_text_of_several_sequences_are_computed_in_one_step(engine:
 
 
 @pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "gemma3", "qwen2vl"], indirect=True)
-def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
+def test_an_image_is_restored_from_blocks(engine: Engine) -> None:
     sequence, size = engine.sequences.open(exact=True), engine.capabilities.block_tokens
     prefill(engine, sequence, PROMPT[: size - 6])
     show(engine, sequence, drawn(3))
@@ -111,7 +111,7 @@ def test_a_picture_is_restored_from_blocks_as_text_is(engine: Engine) -> None:
 @pytest.mark.parametrize(
     "engine", ["fake", "numpy", "llama", "lfm2", "qwen2vl", "qwen35"], indirect=True
 )
-def test_a_picture_is_cut_into_steps_where_the_engine_says_so(engine: Engine) -> None:
+def test_an_image_is_split_into_steps_if_the_engine_allows_it(engine: Engine) -> None:
     assert not engine.capabilities.whole_pictures
     whole, cut = engine.sequences.open(exact=True), engine.sequences.open(exact=True)
     show(engine, whole, drawn(4))
@@ -128,7 +128,7 @@ def test_vectors_of_another_shape_are_refused(engine: Engine) -> None:
 
 
 @blind_engines
-def test_without_a_projector_pictures_are_refused(engine: Engine) -> None:
+def test_images_without_a_projector_are_refused(engine: Engine) -> None:
     assert engine.capabilities.modalities == {"text"}
     with pytest.raises(Unsupported):
         engine.picture_tokens(8, 8, b"digest")

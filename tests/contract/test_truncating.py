@@ -1,4 +1,4 @@
-"""What engines promise whose state can be taken apart at any position."""
+"""Engines whose state can be truncated keep these promises."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.contract.engines import truncating_engines
 pytestmark = truncating_engines
 
 
-def test_restored_blocks_answer_as_computed_ones(engine: Engine) -> None:
+def test_restored_blocks_give_the_same_reply_as_computed_ones(engine: Engine) -> None:
     step = engine.capabilities.step_tokens
     reusable = (len(PROMPT) - 1) // step * step
     first = engine.sequences.open(exact=True)
@@ -35,7 +35,7 @@ def test_blocks_move_between_shared_and_exact_sequences(engine: Engine) -> None:
     assert engine.sequences.export(back, 0, size) == blob
 
 
-def test_a_shared_prefix_costs_no_cells_where_the_engine_says_so(engine: Engine) -> None:
+def test_a_shared_prefix_takes_no_cells_if_the_engine_shares_them(engine: Engine) -> None:
     source = engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT)
     free = engine.sequences.free_tokens()
@@ -46,7 +46,7 @@ def test_a_shared_prefix_costs_no_cells_where_the_engine_says_so(engine: Engine)
 
 
 def copied(engine: Engine, tokens: int) -> int:
-    """Cells that sharing so many tokens costs."""
+    """Return the number of cells that sharing costs."""
     return 0 if engine.capabilities.shares_cells else tokens
 
 
@@ -60,7 +60,7 @@ def test_a_sharer_outlives_its_source(engine: Engine) -> None:
     assert answer(engine, into, PROMPT) == expected
 
 
-def test_a_truncated_sequence_goes_on_as_if_never_longer(engine: Engine) -> None:
+def test_a_truncated_sequence_continues_as_if_never_longer(engine: Engine) -> None:
     step = engine.capabilities.step_tokens
     other = PROMPT[:step] + [9] * 30
     expected = cold(engine, other)
@@ -71,7 +71,7 @@ def test_a_truncated_sequence_goes_on_as_if_never_longer(engine: Engine) -> None
     assert answer(engine, sequence, other) == expected
 
 
-def test_closing_gives_all_cells_back(engine: Engine) -> None:
+def test_closing_frees_all_cells(engine: Engine) -> None:
     before = engine.sequences.free_tokens()
     one, two = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     prefill(engine, one, PROMPT)

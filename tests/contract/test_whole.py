@@ -1,5 +1,4 @@
-"""What engines promise whose state cannot be truncated: it goes on from checkpoints, and from
-nowhere else."""
+"""Engines whose state cannot be truncated resume from checkpoints only."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ pytestmark = whole_engines
 
 
 def export(engine: Engine, sequence: Sequence) -> list[tuple[bytes, int, bool]]:
-    """All of a sequence in blocks, the last one with a checkpoint."""
+    """Export a sequence in blocks, the last one with a checkpoint."""
     size = engine.capabilities.block_tokens
     found = []
     for start in range(0, sequence.length, size):
@@ -34,7 +33,7 @@ def restored(engine: Engine, exported: list[tuple[bytes, int, bool]], *, exact: 
 
 @pytest.mark.parametrize("tokens", [1, 63, 64, 65, 100, 149])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_restored_sequence_goes_on_as_the_one_it_was_exported_from(
+def test_a_restored_sequence_continues_like_the_original(
     engine: Engine, tokens: int, exact: bool
 ) -> None:
     source = engine.sequences.open(exact=exact)
@@ -44,8 +43,8 @@ def test_a_restored_sequence_goes_on_as_the_one_it_was_exported_from(
     assert answer(engine, again, PROMPT) == answer(engine, source, PROMPT)
 
 
-def test_blocks_exported_later_serve_a_checkpoint_taken_before(engine: Engine) -> None:
-    """A block's cells are the same whenever they are read; only the checkpoint is of its moment."""
+def test_later_blocks_work_with_an_earlier_checkpoint(engine: Engine) -> None:
+    """The cells of a block do not change. Only the checkpoint belongs to one moment."""
     step = engine.capabilities.step_tokens
     expected = cold(engine, PROMPT)
     source = engine.sequences.open(exact=True)
@@ -64,7 +63,7 @@ def test_blocks_exported_later_serve_a_checkpoint_taken_before(engine: Engine) -
     assert answer(engine, again, PROMPT) == expected
 
 
-def test_restoring_disturbs_nobody(engine: Engine) -> None:
+def test_restoring_does_not_affect_other_sequences(engine: Engine) -> None:
     other = [9, 8, 7, *PROMPT[:40]]
     expected = cold(engine, other, exact=False)
     neighbour = engine.sequences.open(exact=False)
@@ -89,7 +88,7 @@ def test_a_sequence_is_shared_whole(engine: Engine) -> None:
     assert answer(engine, into, PROMPT) == expected
 
 
-def test_it_can_be_emptied_and_used_again(engine: Engine) -> None:
+def test_a_sequence_can_be_emptied_and_reused(engine: Engine) -> None:
     sequence = engine.sequences.open(exact=False)
     prefill(engine, sequence, PROMPT[:50])
     engine.sequences.truncate(sequence, 0)
@@ -106,18 +105,18 @@ def test_a_block_without_its_checkpoint_is_refused(engine: Engine) -> None:
     assert into.length == 0
 
 
-def test_a_checkpoint_is_of_the_end_alone(engine: Engine) -> None:
+def test_a_checkpoint_exists_only_at_the_end(engine: Engine) -> None:
     source = engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT[:10])
     with pytest.raises((ValueError, AssertionError)):
         engine.sequences.export(source, 0, 9, resumable=True)
 
 
-def test_a_checkpoint_of_another_position_leaves_an_engine_that_can_be_gone_on_with(
+def test_after_a_wrong_checkpoint_the_engine_still_works(
     engine: Engine,
 ) -> None:
-    """Some engines find out when the cells are in, and start again empty; others before they have
-    changed anything."""
+    """Some engines notice after the cells are restored, and start again empty. Others notice
+    before."""
     expected = cold(engine, PROMPT, exact=False)
     source, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
     prefill(engine, source, PROMPT[:30])

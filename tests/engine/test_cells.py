@@ -16,7 +16,7 @@ lengths = st.integers(0, 12)
 
 
 class CellsMachine(RuleBasedStateMachine):
-    """The counts beside a pool in which every cell knows its holders."""
+    """Compares the counts with a pool in which every cell knows its holders."""
 
     @initialize()
     def open(self) -> None:
@@ -75,7 +75,7 @@ TestCells = pytest.mark.long(CellsMachine.TestCase)
 TestCells.settings = settings(max_examples=rounds(100, 1000), stateful_step_count=40, deadline=None)
 
 
-def test_a_prefix_that_many_share_counts_once() -> None:
+def test_a_shared_prefix_counts_once() -> None:
     cells = Cells(TOTAL)
     cells.append(0, 100)
     for slot in range(1, 11):
@@ -84,7 +84,7 @@ def test_a_prefix_that_many_share_counts_once() -> None:
     assert cells.used == 100 + 10 * 5
 
 
-def test_a_prefix_lives_on_when_its_first_holder_is_gone() -> None:
+def test_a_prefix_survives_its_first_holder() -> None:
     cells = Cells(TOTAL)
     cells.append(0, 100)
     cells.share(0, 80, 1)
@@ -96,7 +96,7 @@ def test_a_prefix_lives_on_when_its_first_holder_is_gone() -> None:
     assert cells.free == TOTAL
 
 
-def test_what_one_holder_appends_is_not_its_neighbours() -> None:
+def test_appended_cells_belong_to_one_holder() -> None:
     cells = Cells(TOTAL)
     cells.append(0, 10)
     cells.share(0, 10, 1)

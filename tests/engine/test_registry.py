@@ -1,4 +1,4 @@
-"""Engines are found by what a model file is."""
+"""The engine is chosen by the format of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny import write_llama
 OURS = "tests.support.numpy_engine"
 
 
-def test_the_list_of_engines_loads_none_of_them() -> None:
+def test_listing_the_engines_imports_none_of_them() -> None:
     code = (
         "import sys; from rekindle.engine.registry import known_engines; known_engines();"
         "print([name for name in sys.modules if 'llamacpp' in name or 'mlx' in name])"
@@ -30,7 +30,9 @@ def test_the_list_of_engines_loads_none_of_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny.gguf", "TINY.GGUF", "weights"])
-def test_a_gguf_file_is_known_by_its_name_or_its_first_bytes(tmp_path: Path, name: str) -> None:
+def test_a_gguf_file_is_recognised_by_its_name_or_its_first_bytes(
+    tmp_path: Path, name: str
+) -> None:
     path = write_llama(tmp_path / name)
     engine = load_engine(EngineOptions(path=path, parallel=1, threads=1, context_tokens=512))
     assert engine.capabilities.context_tokens == 512
@@ -45,9 +47,7 @@ def test_a_damaged_file_is_refused_by_the_engine_of_its_kind(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_an_unknown_kind_of_file_is_answered_with_the_known_ones(
-    tmp_path: Path, exists: bool
-) -> None:
+def test_an_unknown_format_is_refused_with_the_supported_ones(tmp_path: Path, exists: bool) -> None:
     path = tmp_path / "model.safetensors"
     if exists:
         path.write_bytes(b"")
@@ -64,14 +64,14 @@ def test_an_engine_can_be_asked_for_by_name(tmp_path: Path) -> None:
         load_engine(EngineOptions(path=path), name="quartz")
 
 
-def test_a_folder_with_settings_and_weights_is_a_model_of_mlx(tmp_path: Path) -> None:
+def test_a_folder_with_settings_and_weights_is_an_mlx_model(tmp_path: Path) -> None:
     [mlx] = (kind for kind in ENGINES if kind.name == "mlx")
     folder = write_folder(tmp_path / "tiny")
     assert mlx.matches(folder)
     assert not mlx.matches(write_llama(tmp_path / "tiny.gguf"))
 
 
-def test_an_engine_that_does_not_load_the_format_names_the_one_that_does(tmp_path: Path) -> None:
+def test_an_engine_for_another_format_names_the_right_one(tmp_path: Path) -> None:
     folder, file = write_folder(tmp_path / "tiny"), write_llama(tmp_path / "tiny.gguf")
     with pytest.raises(ModelError, match=r"format MLX, which llama.cpp .*--engine mlx"):
         load_engine(EngineOptions(path=folder), name="llama.cpp")
@@ -92,19 +92,19 @@ def test_an_engine_whose_packages_are_missing_says_which_to_install(tmp_path: Pa
     assert "pip install 'rekindle[mlx]'" in ran.stderr
 
 
-def test_an_adapter_is_refused_by_an_engine_that_takes_none(tmp_path: Path) -> None:
+def test_an_engine_without_adapters_refuses_one(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "tiny.gguf")
     with pytest.raises(ModelError, match=r"llama\.cpp takes no adapters: .*--adapter"):
         load_engine(EngineOptions(path=path, adapter=tmp_path))
 
 
-def test_an_engine_that_makes_no_vectors_says_so(tmp_path: Path) -> None:
+def test_an_engine_without_embeddings_says_so(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="mlx computes no embeddings"):
         load_embedder(EngineOptions(path=write_folder(tmp_path / "tiny")))
 
 
 def write_folder(path: Path) -> Path:
-    """Known by its names; what is in it does not matter here."""
+    """Only the file names matter here."""
     path.mkdir()
     (path / "config.json").write_text("{}")
     (path / "model.safetensors").write_bytes(b"")
@@ -125,6 +125,6 @@ def test_an_engine_from_outside_is_found_through_the_environment(
 
 
 @pytest.mark.parametrize("module", ["no.such.module", "json", "tests.contract.engines"])
-def test_a_module_that_is_no_engine_is_a_wrong_setting(module: str) -> None:
+def test_a_module_without_an_engine_is_a_configuration_error(module: str) -> None:
     with pytest.raises(ConfigError, match=f"{ENGINE_MODULE} names {module}"):
         known_engines({ENGINE_MODULE: module})

@@ -1,4 +1,4 @@
-"""The files of a tiny random BERT as sentence-transformers keeps them."""
+"""Writes the files of a tiny random BERT in the format of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weights() -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
 
 
 def write_parts(folder: Path) -> dict[str, bytes]:
-    """Write them; also their contents by name."""
+    """Write the files, and return their contents by name."""
     folder.mkdir()
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     data = b""

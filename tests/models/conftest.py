@@ -25,7 +25,7 @@ def models_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A hub of our own; nothing else is reached."""
+    """A local hub. Nothing else can be reached."""
     with running_hub() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")

@@ -1,4 +1,4 @@
-"""A model hub on loopback: listing and downloads as huggingface_hub asks for them, with faults."""
+"""A model hub on loopback with listings, downloads and faults."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class FakeHub:
-    """What the hub holds, how it misbehaves, and what it was asked."""
+    """The content of the hub, its faults, and its requests."""
 
     address: str = ""
     commit: str = COMMIT
@@ -34,7 +34,7 @@ class FakeHub:
 
     @property
     def downloads(self) -> list[dict[str, str]]:
-        """The headers of each request for a file, in order."""
+        """The headers of each file request, in order."""
         return [headers for path, headers in self.asked if "/resolve/" in path]
 
     @property

@@ -1,4 +1,4 @@
-"""A model that is a folder is whole, or refused with what is missing."""
+"""A model folder is complete, or refused with the missing part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A whole one, in two files."""
+    """A complete folder with two weight files."""
     (tmp_path / CONFIG).write_text("{}")
     for name, file in (("a", FIRST), ("b", SECOND)):
         save_file({name: np.zeros(2, np.float32)}, tmp_path / file)
@@ -37,7 +37,7 @@ def test_a_folder_without_an_index_is_whole_as_it_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [CONFIG, FIRST, SECOND])
-def test_what_is_missing_is_named(folder: Path, lost: str) -> None:
+def test_missing_files_are_named(folder: Path, lost: str) -> None:
     (folder / lost).unlink()
     with pytest.raises(ModelError, match=rf"{lost}.*Fetch the model again"):
         check_folder(folder)
@@ -79,19 +79,21 @@ def test_an_index_cannot_name_a_file_elsewhere(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "{", "[" * 100_000, "\udcff"])
-def test_settings_that_are_no_object_are_refused(tmp_path: Path, text: str) -> None:
+def test_settings_have_to_be_an_object(tmp_path: Path, text: str) -> None:
     (tmp_path / CONFIG).write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ModelError, match="Fetch the model again"):
         read_json(tmp_path / CONFIG)
 
 
-def test_a_file_larger_than_any_is_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_above_the_size_limit_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_folder, "MAX_JSON_BYTES", 1)
     with pytest.raises(ModelError, match="larger than"):
         read_json(folder / CONFIG)
 
 
-def test_other_folders_are_no_models(tmp_path: Path) -> None:
+def test_other_folders_are_not_models(tmp_path: Path) -> None:
     assert not is_model_folder(tmp_path)
     (tmp_path / CONFIG).write_text("{}")
     assert not is_model_folder(tmp_path)

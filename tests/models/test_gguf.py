@@ -108,7 +108,7 @@ def test_absurd_counts_are_refused(whole: Path, counts: tuple[int, int]) -> None
         check_gguf(whole)
 
 
-def test_an_array_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_an_array_longer_than_the_file_is_refused_immediately(tmp_path: Path) -> None:
     for kind in (0, 8, 9):
         array = field("x", 9, struct.pack("<IQ", kind, 2**60))
         with pytest.raises(ModelError, match="not a usable GGUF"):
@@ -124,7 +124,7 @@ def test_many_long_arrays_are_refused_together(
         check_gguf(gguf_file(tmp_path / "a.gguf", [empty_strings] * 3, [], data_bytes=0))
 
 
-def test_arrays_nested_without_end_are_refused(tmp_path: Path) -> None:
+def test_deeply_nested_arrays_are_refused(tmp_path: Path) -> None:
     nested = field("x", 9, struct.pack("<IQ", 9, 1) * 50)
     with pytest.raises(ModelError, match="unknown type"):
         check_gguf(gguf_file(tmp_path / "a.gguf", [nested], [], data_bytes=64))
@@ -139,17 +139,17 @@ def test_the_alignment_of_the_file_decides_where_tensors_start(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("kind", "value"), [(4, 0), (4, 48), (4, 2**31), (5, 32)])
-def test_a_senseless_alignment_is_refused(tmp_path: Path, kind: int, value: int) -> None:
+def test_an_invalid_alignment_is_refused(tmp_path: Path, kind: int, value: int) -> None:
     fields = [field("general.alignment", kind, struct.pack("<I", value))]
     with pytest.raises(ModelError, match="alignment"):
         check_gguf(gguf_file(tmp_path / "a.gguf", fields, [], data_bytes=64))
 
 
-def test_a_split_file_may_hold_no_tensors(tmp_path: Path) -> None:
+def test_a_file_of_a_split_may_have_no_tensors(tmp_path: Path) -> None:
     check_gguf(gguf_file(tmp_path / "a.gguf", ONE_FIELD, [], data_bytes=0))
 
 
-def test_a_tensor_type_of_the_future_is_not_measured(tmp_path: Path) -> None:
+def test_the_size_of_an_unknown_tensor_type_is_not_checked(tmp_path: Path) -> None:
     check_gguf(gguf_file(tmp_path / "a.gguf", ONE_FIELD, [tensor(9999, 0, 2**40)], data_bytes=0))
 
 

@@ -38,7 +38,7 @@ def test_a_split_model_is_all_its_files_in_order() -> None:
     assert choose(REPO[::-1], SPLIT[1].removeprefix("BF16/")) == Chosen(SPLIT)
 
 
-def test_a_split_with_a_file_missing_is_no_model() -> None:
+def test_a_split_with_a_missing_file_is_not_a_model() -> None:
     assert choose(SPLIT[:2], None) == Unclear("has no complete GGUF model", ())
     assert isinstance(choose(SPLIT[:2], SPLIT[0]), Unclear)
 
@@ -54,7 +54,7 @@ def test_a_projector_is_taken_only_by_its_full_name() -> None:
     assert choose(REPO, "mmproj-m-F16.gguf") == Chosen(("mmproj-m-F16.gguf",))
 
 
-def test_several_matches_are_unclear_and_listed() -> None:
+def test_several_matches_are_listed() -> None:
     names = ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf", "b-Q8_0.gguf"]
     expected = Unclear("has several files with Q4_K_M", ("a-Q4_K_M.gguf", "b-Q4_K_M.gguf"))
     assert choose(names, None) == choose(names, "Q4_K_M") == expected
@@ -68,5 +68,5 @@ def test_a_file_may_be_named_with_or_without_its_folder() -> None:
 
 
 @pytest.mark.parametrize("name", ["m.gguf", "m-00000-of-00000.gguf", "m-00003-of-00002.gguf"])
-def test_a_name_that_is_no_split_stands_for_itself(name: str) -> None:
+def test_a_file_that_is_not_split_stands_for_itself(name: str) -> None:
     assert split_names(name) == (name,)

@@ -1,4 +1,4 @@
-"""The header reader against anything: one type of error, and work in proportion to the file."""
+"""The header reader accepts or refuses any input, with work proportional to the file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ kinds = st.integers(0, 12) | u32s
 
 
 def value(kind: int) -> st.SearchStrategy[bytes]:
-    """What a value of a kind is made of, now and then wrongly."""
+    """Make a value of a kind, sometimes an invalid one."""
     if kind == 8:
         return names | wrong_names
     if kind == 9:
@@ -88,7 +88,7 @@ headers = st.tuples(
 
 
 def check(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused or accepted; with bounded memory, and no more steps than the file has bytes."""
+    """Accept or refuse with bounded memory, and no more steps than bytes."""
     path.write_bytes(content)
     steps, advice = 0, "fetch it again"
 
@@ -116,7 +116,7 @@ def check(path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.long
 @EXAMPLES
 @given(content=headers)
-def test_headers_of_any_make_are_accepted_or_refused(
+def test_any_header_is_accepted_or_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
 ) -> None:
     check(tmp_path / "any.gguf", content, monkeypatch)

@@ -64,7 +64,7 @@ def test_a_split_model_is_fetched_whole_and_named_by_its_first_file(
     assert progress.tasks[1][0] == f"Downloading {names[1]} (2 of 3)"
 
 
-def test_a_split_model_goes_on_with_the_files_it_lacks(
+def test_a_split_model_fetches_only_its_missing_files(
     hub: FakeHub, content: bytes, models_dir: Path, progress: RecordedProgress
 ) -> None:
     names = [f"m-Q8_0-0000{n}-of-00002.gguf" for n in (1, 2)]
@@ -88,7 +88,7 @@ def test_a_cut_connection_is_resumed_within_one_pull(
 
 
 def interrupt(hub: FakeHub, models_dir: Path, progress: RecordedProgress) -> None:
-    """A pull that gets 1000 bytes and then meets a hub that is down."""
+    """Pull 1000 bytes, then let the hub go down."""
     hub.cut_after = 1000
     hub.status_after_cut = 503
     with pytest.raises(ModelError, match="answered 503"):
@@ -105,7 +105,7 @@ def test_an_interrupted_pull_leaves_nothing_under_the_final_name(
     assert progress.open == 0
 
 
-def test_the_next_pull_goes_on_where_an_interrupted_one_stopped(
+def test_the_next_pull_resumes_an_interrupted_one(
     hub: FakeHub, content: bytes, models_dir: Path, progress: RecordedProgress
 ) -> None:
     hub.repos[REPO] = {"m-Q8_0.gguf": content}
@@ -117,7 +117,7 @@ def test_the_next_pull_goes_on_where_an_interrupted_one_stopped(
     assert not list(models_dir.rglob("*.part"))
 
 
-def test_a_file_that_changed_meanwhile_is_fetched_from_its_start(
+def test_a_changed_file_is_fetched_from_its_start(
     hub: FakeHub, content: bytes, models_dir: Path, progress: RecordedProgress, tmp_path: Path
 ) -> None:
     hub.repos[REPO] = {"m-Q8_0.gguf": content}
@@ -204,7 +204,7 @@ def test_a_refusal_of_the_hub_is_explained(
         b'{"id": "org/repo", "sha": "1", "siblings": [{"rfilename": "m.gguf", "size": "1"}]}',
     ],
 )
-def test_an_answer_that_is_no_listing_is_explained(
+def test_an_answer_that_is_not_a_listing_is_explained(
     hub: FakeHub, models_dir: Path, progress: RecordedProgress, body: bytes
 ) -> None:
     hub.list_body = body
@@ -212,7 +212,7 @@ def test_an_answer_that_is_no_listing_is_explained(
         pull(REPO, models_dir=models_dir, progress=progress)
 
 
-def test_a_missing_quantisation_lists_what_there_is(
+def test_a_missing_quantisation_lists_the_available_files(
     hub: FakeHub, models_dir: Path, progress: RecordedProgress
 ) -> None:
     hub.repos[REPO] = {"m-Q8_0.gguf": b"", "m-Q4_0.gguf": b"", "mmproj-Q5_1.gguf": b""}
@@ -267,7 +267,7 @@ def test_a_repository_name_the_hub_forbids_is_a_clear_error(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> dict[str, bytes]:
-    """The files of one, in two shards, as a hub has them."""
+    """The files of a model folder in two shards, as on a hub."""
     names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
     for name in names:
         save_file({name: np.zeros(400, np.float32)}, tmp_path / name)
@@ -311,7 +311,7 @@ def test_a_pulled_folder_is_found_without_the_hub(
     assert len(hub.asked) == asked
 
 
-def test_a_folder_goes_on_where_its_pull_was_interrupted(
+def test_the_pull_of_a_folder_resumes(
     hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
 ) -> None:
     large = "model-00001-of-00002.safetensors"
@@ -324,7 +324,7 @@ def test_a_folder_goes_on_where_its_pull_was_interrupted(
     assert not list(models_dir.rglob("*.part"))
 
 
-def test_files_of_two_commits_never_come_together(
+def test_files_of_two_commits_are_never_mixed(
     hub: FakeHub,
     folder: dict[str, bytes],
     models_dir: Path,
@@ -352,7 +352,7 @@ def test_a_damaged_shard_is_not_kept(
     assert not (models_dir / "hub").exists()
 
 
-def test_a_repository_of_both_kinds_gives_its_gguf_file(
+def test_a_repository_of_both_formats_gives_its_gguf_file(
     hub: FakeHub,
     folder: dict[str, bytes],
     content: bytes,
@@ -380,7 +380,7 @@ def test_a_folder_with_a_shard_missing_is_refused(
         pull(REPO, models_dir=models_dir, progress=progress)
 
 
-def test_a_folder_is_not_put_in_place_of_something_else(
+def test_a_folder_does_not_replace_other_content(
     hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
 ) -> None:
     hub.repos[REPO] = folder

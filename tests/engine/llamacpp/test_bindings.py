@@ -1,4 +1,4 @@
-"""The library as it is loaded."""
+"""The native library is loaded with the right environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOAD = (
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "100000"), ("77", "77")])
-def test_openmp_reads_how_long_to_spin_unless_the_user_has_said(
+def test_the_openmp_spin_count_is_set_unless_the_user_sets_it(
     chosen: str | None, expected: str
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}

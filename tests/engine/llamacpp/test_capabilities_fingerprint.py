@@ -1,4 +1,4 @@
-"""What makes states interchangeable: all that decides their bytes, and nothing else."""
+"""The fingerprint of a state depends on everything that decides its bytes, and on nothing else."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ NOT_NUMERIC: dict[str, Any] = {
 # -- every setting is classified -----------------------------------------------------------------
 
 
-def test_every_setting_of_the_engine_is_said_to_be_numeric_or_not() -> None:
-    """A new one fails here until it is put into the right table, which is then tested."""
+def test_every_engine_setting_is_classified_as_numeric_or_not() -> None:
+    """A new setting fails here until it is added to the right table, which other tests use."""
     classified = [*NUMERIC, *NUMERIC_OF_PICTURES, *REFUSED, *NUMERIC_ON_GPU, *NOT_NUMERIC]
     assert sorted(classified) == sorted(field.name for field in fields(EngineOptions))
 
@@ -67,7 +67,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
 
 
 def look(options: EngineOptions) -> tuple[bytes, np.ndarray[Any, Any]]:
-    """The fingerprint, and the logits after a prompt computed exactly."""
+    """Return the fingerprint, and the logits after an exact prompt."""
     engine = LlamaCppEngine(options)
     try:
         rows: list[np.ndarray[Any, Any]] = []
@@ -100,7 +100,7 @@ def test_a_setting_that_keeps_the_fingerprint_changes_no_bit(
     assert np.array_equal(logits, others)
 
 
-def test_the_layers_on_a_gpu_are_in_the_fingerprint_as_far_as_there_are_any(
+def test_the_fingerprint_includes_the_gpu_layers_up_to_their_number(
     options: EngineOptions,
 ) -> None:
     engine = LlamaCppEngine(options)
@@ -141,7 +141,7 @@ def write_split(folder: Path, *parts: bytes) -> Path:
     return folder / f"m-00001-of-{len(parts):05}.gguf"
 
 
-def test_splits_that_differ_in_a_later_file_alone_are_other_models(tmp_path: Path) -> None:
+def test_a_later_file_of_a_split_changes_the_fingerprint(tmp_path: Path) -> None:
     one = write_split(tmp_path / "one", b"metadata", b"weights")
     other = write_split(tmp_path / "other", b"metadata", b"tuned weights")
     same = write_split(tmp_path / "same", b"metadata", b"weights")
@@ -152,7 +152,7 @@ def test_splits_that_differ_in_a_later_file_alone_are_other_models(tmp_path: Pat
 # -- the library ---------------------------------------------------------------------------------
 
 
-def test_another_build_of_the_library_has_state_of_its_own(
+def test_another_build_of_the_library_changes_the_fingerprint(
     options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = LlamaCppEngine(options)
@@ -170,8 +170,8 @@ def test_another_build_of_the_library_has_state_of_its_own(
         engine.close()
 
 
-def test_a_shared_build_is_all_of_its_libraries(tmp_path: Path) -> None:
-    """The kernels of one lie in files beside the library that is named."""
+def test_a_shared_build_includes_all_of_its_libraries(tmp_path: Path) -> None:
+    """Its kernels are in files next to the named library."""
     for name in ("libllama.so.0", "libggml-base.so", "libggml-cuda.so", "README", "libpng.so"):
         (tmp_path / name).write_bytes(name.encode())
     (tmp_path / "libllama.so").symlink_to("libllama.so.0")
@@ -202,7 +202,7 @@ GIVEN = {
 
 
 class Recorder:
-    """llama.cpp's library, and the names of all parameters that were not left at their default."""
+    """Records the names of all native parameters that differ from their default."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -224,10 +224,10 @@ class Recorder:
         self.given |= {name for name in names if getattr(params, name) != getattr(defaults, name)}
 
 
-def test_every_parameter_that_llama_cpp_is_given_is_accounted_for(
+def test_every_native_parameter_is_classified(
     options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new one fails here until it is said what stands for it in the fingerprint."""
+    """A new parameter fails here until its part of the fingerprint is named."""
     recorder = Recorder(bindings.load_library())
     monkeypatch.setattr(bindings, "load_library", lambda: recorder)
     for path, kv_type in ((options.path, "q8_0"), (options.path.with_name("other.gguf"), "f16")):

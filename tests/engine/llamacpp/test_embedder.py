@@ -1,4 +1,4 @@
-"""Vectors and scores through llama.cpp: pooling from the model file, and whole calls."""
+"""Embeddings and scores through llama.cpp use the pooling of the model file."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def test_a_decoder_with_last_pooling_differs_by_its_last_token(tmp_path: Path, l
     assert one @ other < 0.9 < first @ second
 
 
-def test_a_model_that_does_not_say_is_pooled_as_its_kind_usually_is(
-    tmp_path: Path, load: Load
-) -> None:
+def test_a_model_without_a_pooling_gets_the_default_of_its_kind(tmp_path: Path, load: Load) -> None:
     silent = load(write_llama(tmp_path / "silent.gguf", context=64))
     last = load(write_llama(tmp_path / "last.gguf", context=64, pooling=gguf.PoolingType.LAST))
     assert np.array_equal(silent.embed([[5, 6, 7]]), last.embed([[5, 6, 7]]))
@@ -69,20 +67,18 @@ def test_a_model_with_a_head_scores_pairs_from_0_to_1(tmp_path: Path, load: Load
     assert all(0 < score < 1 for score in scores)
 
 
-def test_a_model_that_sorts_into_classes_is_refused_in_a_sentence(
-    tmp_path: Path, load: Load
-) -> None:
+def test_a_classifier_is_refused(tmp_path: Path, load: Load) -> None:
     with pytest.raises(ModelError, match="sorts texts into 3 classes"):
         load(write_bert(tmp_path / "classes.gguf", classes=3))
 
 
-def test_a_model_that_only_makes_vectors_is_not_loaded_for_chat(tmp_path: Path) -> None:
+def test_an_embedding_model_is_not_loaded_for_chat(tmp_path: Path) -> None:
     path = write_bert(tmp_path / "bert.gguf")
     with pytest.raises(ModelError, match=r"generates no text: give it as --embedding-model"):
         LlamaCppEngine(EngineOptions(path=path, threads=1))
 
 
-def test_after_a_failed_call_the_next_one_is_answered(tmp_path: Path, load: Load) -> None:
+def test_a_failed_call_does_not_affect_the_next_one(tmp_path: Path, load: Load) -> None:
     bert = load(write_bert(tmp_path / "bert.gguf", quantised=True))
     before = bert.embed([[5, 6, 7]])
     with pytest.raises(EngineBroken):

@@ -1,4 +1,4 @@
-"""A real model under a constraint writes what it has to; without one it writes as before."""
+"""A constraint controls the replies of a real model, and only those."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write(
     exact: bool = False,
     most: int = 200,
 ) -> list[Sampled]:
-    """A reply up to its end token, or to `most` tokens."""
+    """Return a reply up to its end token, or to `most` tokens."""
     sequence = engine.sequences.open(exact=exact)
     sampler = engine.sampler(sampling, PROMPT, constraint)
     reply: list[Sampled] = []
@@ -107,7 +107,7 @@ def test_a_reply_under_a_schema_is_json_of_that_schema(
     assert constraint.trouble is None
 
 
-def test_a_constraint_does_not_touch_replies_beside_it(
+def test_a_constraint_does_not_affect_other_replies(
     engine: LlamaCppEngine, compiler: GrammarCompiler
 ) -> None:
     alone = write(engine, GREEDY, most=12)
@@ -129,9 +129,7 @@ def test_a_constraint_does_not_touch_replies_beside_it(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_a_constraint_the_choice_is_the_models_own(
-    engine: LlamaCppEngine, way: str
-) -> None:
+def test_without_a_constraint_the_model_chooses_freely(engine: LlamaCppEngine, way: str) -> None:
     rows: list[np.ndarray[Any, Any]] = []
     engine.observe = lambda _sequence, logits: rows.append(logits.copy())
     try:
@@ -165,9 +163,7 @@ class OnlyThe:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_constraint_has_the_last_word_and_hears_of_every_choice(
-    engine: LlamaCppEngine, way: str
-) -> None:
+def test_a_constraint_decides_and_is_told_every_token(engine: LlamaCppEngine, way: str) -> None:
     [first] = write(engine, GREEDY, most=1)
     unlikely = (first.token + 7) % 200 + 20
     constraint = OnlyThe(unlikely)
@@ -178,7 +174,7 @@ def test_a_constraint_has_the_last_word_and_hears_of_every_choice(
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_log_probabilities_are_the_models_own(engine: LlamaCppEngine, temperature: float) -> None:
-    """A masked row would call the only allowed token certain, and the others impossible."""
+    """A masked row would give the only allowed token a probability of one."""
     sampling = SamplingParams(temperature=temperature, seed=1, top_logprobs=3)
     [free] = write(engine, sampling, most=1)
     [bound] = write(engine, sampling, OnlyThe(free.top[2][0]), most=1)

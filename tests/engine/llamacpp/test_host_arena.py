@@ -1,4 +1,4 @@
-"""Memory that is locked in slabs and handed out in pieces; here slabs of ordinary memory."""
+"""Locked slabs are handed out in pieces. Here the slabs are ordinary memory."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def is_locked(arena: HostArena, memory: memoryview) -> bool:
     return any(0 <= address - slab.address < SLAB_BYTES for slab in arena._slabs)
 
 
-def test_as_many_slabs_are_locked_as_the_limit_allows(arena: HostArena) -> None:
+def test_slabs_are_locked_up_to_the_limit(arena: HostArena) -> None:
     kept = [arena.allocate(SLAB_BYTES) for _ in range(3)]
     assert [is_locked(arena, memory) for memory in kept] == [True, True, False]
     assert [len(memory) for memory in kept] == [SLAB_BYTES] * 3
 
 
-def test_memory_comes_back_when_nobody_refers_to_it(arena: HostArena) -> None:
+def test_memory_returns_when_nothing_refers_to_it(arena: HostArena) -> None:
     for _ in range(10):
         one, two = arena.allocate(SLAB_BYTES), arena.allocate(SLAB_BYTES)
         assert is_locked(arena, one)
@@ -57,7 +57,7 @@ def test_memory_comes_back_when_nobody_refers_to_it(arena: HostArena) -> None:
         del part, again
 
 
-def test_freed_neighbours_are_one_again(arena: HostArena) -> None:
+def test_freed_neighbours_are_merged(arena: HostArena) -> None:
     pieces = [arena.allocate(SLAB_BYTES // 4) for _ in range(8)]
     assert all(is_locked(arena, piece) for piece in pieces)
     order = list(range(8))
@@ -67,7 +67,7 @@ def test_freed_neighbours_are_one_again(arena: HostArena) -> None:
     assert is_locked(arena, arena.allocate(SLAB_BYTES))
 
 
-def test_nobody_writes_into_anybody_else_s_memory(arena: HostArena) -> None:
+def test_allocations_never_overlap(arena: HostArena) -> None:
     chance = random.Random(2)
     held: dict[int, memoryview] = {}
     for number in range(400):
@@ -83,7 +83,7 @@ def test_nobody_writes_into_anybody_else_s_memory(arena: HostArena) -> None:
 
 
 class Refusing:
-    """A library that locks one slab and then hands out ordinary memory, as CUDA's does."""
+    """A library that locks one slab and then returns ordinary memory, as CUDA does."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -102,7 +102,7 @@ class Refusing:
         self._library.ggml_backend_buffer_free(buffer)
 
 
-def test_a_limit_of_the_system_is_a_warning_that_says_what_to_do(
+def test_a_system_limit_gives_a_warning_with_a_remedy(
     library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(host_arena, "SLAB_BYTES", SLAB_BYTES)
@@ -114,5 +114,5 @@ def test_a_limit_of_the_system_is_a_warning_that_says_what_to_do(
     assert "ulimit -l" in caplog.text
 
 
-def test_nothing_is_locked_without_a_device_that_profits(library: Any) -> None:
+def test_nothing_is_locked_without_a_gpu(library: Any) -> None:
     assert lock_memory(library, 1 << 20) is None

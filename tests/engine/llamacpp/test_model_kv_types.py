@@ -1,4 +1,4 @@
-"""8-bit KV cells: half the room, a fingerprint of their own, and heads that must fit."""
+"""8-bit KV cells need less memory, another fingerprint, and heads of a suitable width."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.tiny import write_gemma3, write_llama
 
 
 def measure(path: Path, kv_type: str) -> tuple[int, bytes]:
-    """Bytes of one more token, and the fingerprint."""
+    """Return the bytes of one more token, and the fingerprint."""
     engine = LlamaCppEngine(EngineOptions(path=path, threads=1, kv_type=kv_type))
     try:
         return engine.capabilities.kv_layout.token_bytes, engine.capabilities.kv_layout.fingerprint
@@ -23,7 +23,7 @@ def measure(path: Path, kv_type: str) -> tuple[int, bytes]:
         engine.close()
 
 
-def test_8_bit_cells_take_about_half_the_room_and_never_pass_for_others(tmp_path: Path) -> None:
+def test_8_bit_cells_take_half_the_memory_and_have_another_fingerprint(tmp_path: Path) -> None:
     path = write_wide_llama(tmp_path / "wide.gguf")
     (full, full_print), (small, small_print) = (measure(path, kind) for kind in ("f16", "q8_0"))
     assert full / 2 < small < 0.6 * full  # 34 bytes for 32 values instead of 64, and positions
@@ -31,7 +31,7 @@ def test_8_bit_cells_take_about_half_the_room_and_never_pass_for_others(tmp_path
 
 
 @pytest.mark.parametrize("write", [write_llama, write_gemma3])
-def test_heads_that_are_no_whole_groups_are_refused_in_a_sentence(
+def test_heads_that_are_not_whole_groups_are_refused(
     tmp_path: Path, write: Callable[[Path], Path]
 ) -> None:
     path = write(tmp_path / "narrow.gguf")

@@ -1,4 +1,4 @@
-"""LongRoPE: one choice of rotation factors for every context of an engine, known by its state."""
+"""All contexts of a LongRoPE model use the same rotation factors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def with_engine(path: Path, context_tokens: int | None, read: Callable[[Any], An
 
 
 def logits(engine: LlamaCppEngine, *, exact: bool) -> np.ndarray[Any, Any]:
-    """After one step, the same for both kinds of sequence."""
+    """Return the logits after one step."""
     rows: list[np.ndarray[Any, Any]] = []
     engine.observe = lambda _sequence, row: rows.append(row.copy())
     sequence = engine.sequences.open(exact=exact)
@@ -53,8 +53,10 @@ def fingerprint(engine: LlamaCppEngine) -> bytes:
 
 
 @pytest.mark.parametrize("context_tokens", [ORIGINAL_TOKENS, 2 * ORIGINAL_TOKENS, None])
-def test_pool_and_exact_contexts_rotate_alike(phi3: Path, context_tokens: int | None) -> None:
-    """The pool has more cells than the context, so left alone it would be on the other side."""
+def test_pool_and_exact_contexts_use_the_same_rotation(
+    phi3: Path, context_tokens: int | None
+) -> None:
+    """The pool has more cells than the context, so llama.cpp would choose other factors for it."""
 
     def both(engine: LlamaCppEngine) -> list[np.ndarray[Any, Any]]:
         assert engine.capabilities.pool_tokens > ORIGINAL_TOKENS
@@ -64,7 +66,7 @@ def test_pool_and_exact_contexts_rotate_alike(phi3: Path, context_tokens: int | 
     assert np.array_equal(shared, exact)
 
 
-def test_contexts_on_the_same_side_share_state_and_on_different_sides_do_not(phi3: Path) -> None:
+def test_context_lengths_with_the_same_factors_share_state_and_others_do_not(phi3: Path) -> None:
     lengths = (ORIGINAL_TOKENS // 2, ORIGINAL_TOKENS, 2 * ORIGINAL_TOKENS, None)
     half, original, twice, longest = (with_engine(phi3, each, fingerprint) for each in lengths)
     assert half == original
@@ -72,7 +74,7 @@ def test_contexts_on_the_same_side_share_state_and_on_different_sides_do_not(phi
     assert original != twice
 
 
-def test_contexts_on_the_same_side_compute_alike(phi3: Path) -> None:
+def test_context_lengths_with_the_same_factors_give_the_same_logits(phi3: Path) -> None:
     lengths = (ORIGINAL_TOKENS // 2, ORIGINAL_TOKENS, 2 * ORIGINAL_TOKENS, None)
     half, original, twice, longest = (
         with_engine(phi3, each, partial(logits, exact=True)) for each in lengths
@@ -82,16 +84,16 @@ def test_contexts_on_the_same_side_compute_alike(phi3: Path) -> None:
     assert not np.array_equal(original, twice), "the factors of the tiny model make no difference"
 
 
-def test_a_model_trained_for_its_original_context_alone_uses_the_short_factors(
+def test_a_model_without_a_longer_context_uses_the_short_factors(
     phi3: Path, tmp_path: Path
 ) -> None:
-    """However large the pool, as with MiniCPM3, whose two lengths are equal."""
+    """Whatever the size of the pool, as with MiniCPM3, whose two lengths are equal."""
     trained = write_phi3(tmp_path / "short.gguf", context=ORIGINAL_TOKENS, original=ORIGINAL_TOKENS)
     short = with_engine(phi3, ORIGINAL_TOKENS, partial(logits, exact=True))
     for exact in (False, True):
         assert np.array_equal(with_engine(trained, None, partial(logits, exact=exact)), short)
 
 
-def test_other_models_state_does_not_depend_on_the_context(tmp_path: Path) -> None:
+def test_the_state_of_other_models_does_not_depend_on_the_context_length(tmp_path: Path) -> None:
     path = write_llama(tmp_path / "llama.gguf")
     assert with_engine(path, 512, fingerprint) == with_engine(path, None, fingerprint)

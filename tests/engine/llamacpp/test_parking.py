@@ -1,4 +1,4 @@
-"""Cells of a pool from which many turns have left."""
+"""Parking compacts a pool after many turns have ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LlamaCpp
     engine.close()
 
 
-def test_the_last_of_many_turns_is_brought_down_and_says_the_same(engine: LlamaCppEngine) -> None:
+def test_the_last_of_many_turns_is_compacted_and_continues_unchanged(
+    engine: LlamaCppEngine,
+) -> None:
     expected = cold(engine, PROMPT, exact=False)
     assert engine.sequences.parking
     others = [engine.sequences.open(exact=False) for _ in range(4)]
@@ -58,7 +60,7 @@ def test_a_parked_sequence_continues_whatever_the_estimate_of_its_record(
     assert [first, *decode(engine, into, first, 12)][:12] == expected[:12]
 
 
-def test_those_that_share_cells_stay_where_they_are(engine: LlamaCppEngine) -> None:
+def test_sequences_that_share_cells_are_not_compacted(engine: LlamaCppEngine) -> None:
     expected = cold(engine, PROMPT, exact=False)
     assert engine.sequences.parking
     low, one, two = (engine.sequences.open(exact=False) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Pools of several KV types: made when they are needed, refused in words, given back when idle."""
+"""Pools of other KV types are built on demand, and closed when idle."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine(tmp_path: Path) -> Iterator[LlamaCppEngine]:
     built.close()
 
 
-def test_a_pool_is_made_when_its_type_is_first_wanted(engine: LlamaCppEngine) -> None:
+def test_a_pool_is_built_when_its_type_is_first_needed(engine: LlamaCppEngine) -> None:
     assert list(engine._pools) == ["f16"]
     assert engine.sequences.free_tokens("q8_0") == engine.sequences.free_tokens()
     sequence = engine.sequences.open(exact=False, kv_type="q8_0")
@@ -33,7 +33,7 @@ def test_a_pool_is_made_when_its_type_is_first_wanted(engine: LlamaCppEngine) ->
     assert engine.sequences.free_tokens("q8_0") == engine.sequences.free_tokens() - 10
 
 
-def test_a_pool_that_stays_empty_is_given_back(engine: LlamaCppEngine) -> None:
+def test_a_pool_that_stays_empty_is_closed(engine: LlamaCppEngine) -> None:
     busy = engine.sequences.open(exact=False, kv_type="q4_0")
     cold(engine, PROMPT, exact=False, kv_type="q8_0")
     found = []
@@ -45,7 +45,7 @@ def test_a_pool_that_stays_empty_is_given_back(engine: LlamaCppEngine) -> None:
     assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
 
 
-def test_a_pool_without_memory_is_refused_in_words_and_nobody_else_notices(
+def test_a_pool_without_memory_is_refused_and_others_keep_working(
     engine: LlamaCppEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold(engine, PROMPT, exact=False)
@@ -61,10 +61,10 @@ def test_a_pool_without_memory_is_refused_in_words_and_nobody_else_notices(
     assert cold(engine, PROMPT, exact=False, kv_type="q8_0")
 
 
-def test_pools_of_other_types_share_what_the_usual_one_leaves(
+def test_pools_of_other_types_share_what_the_default_pool_leaves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here nothing: then there is room for one of them, and for another when that is empty."""
+    """Here nothing is left, so there is room for one of them at a time."""
     free_bytes = 1 << 34
     monkeypatch.setattr(sizes, "host_free_bytes", lambda: free_bytes)
     path = write_wide_llama(tmp_path / "wide.gguf")
@@ -80,7 +80,7 @@ def test_pools_of_other_types_share_what_the_usual_one_leaves(
     engine.close()
 
 
-def test_a_reset_leaves_the_usual_pool_alone(engine: LlamaCppEngine) -> None:
+def test_a_reset_leaves_only_the_default_pool(engine: LlamaCppEngine) -> None:
     engine.sequences.open(exact=False, kv_type="q8_0")
     engine.sequences.reset()
     assert list(engine._pools) == ["f16"]
@@ -88,7 +88,7 @@ def test_a_reset_leaves_the_usual_pool_alone(engine: LlamaCppEngine) -> None:
 
 
 @pytest.mark.parametrize("write", [write_llama, write_mamba])
-def test_a_model_without_fitting_cells_has_one_type(tmp_path: Path, write: object) -> None:
+def test_a_model_whose_heads_do_not_fit_has_one_type(tmp_path: Path, write: object) -> None:
     assert callable(write)
     engine = LlamaCppEngine(EngineOptions(path=write(tmp_path / "model.gguf"), threads=1))
     assert list(engine.capabilities.kv) == ["f16"]

@@ -1,4 +1,4 @@
-"""Contexts of exact sequences: bounded by the KV budget, given back when idle, refused in words."""
+"""Contexts of exact sequences are limited by the KV budget, and closed when idle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Memory:
-    """What the machine has left, as the engine sees it."""
+    """The free memory that the engine sees."""
 
     def __init__(self) -> None:
         self.free_bytes = 1 << 34
@@ -61,17 +61,17 @@ def context_bytes(load: Load) -> int:
 
 
 @pytest.mark.parametrize(("contexts", "expected"), [(1, 1), (2, 1), (4, 2), (5, 3), (90, 4)])
-def test_exact_contexts_have_what_the_pool_leaves_of_its_budget_and_one_in_any_case(
+def test_exact_contexts_get_what_the_pool_leaves_and_at_least_one(
     memory: Memory, load: Load, contexts: int, expected: int
 ) -> None:
-    """The pool takes up to two contexts' worth; `--parallel` is the most."""
+    """The pool takes up to two contexts, and `--parallel` limits the number."""
     memory.free_bytes = int(contexts * context_bytes(load) / KV_FRACTION) + 1
     known = load(kv_fraction=KV_FRACTION).capabilities
     assert known.pool_tokens == min(contexts, 2) * CONTEXT_TOKENS
     assert known.exact_sequences == expected
 
 
-def test_a_context_is_built_when_it_is_needed_and_used_again(memory: Memory, load: Load) -> None:
+def test_a_context_is_built_on_demand_and_reused(memory: Memory, load: Load) -> None:
     engine = load()
     assert engine._exact.count == 0
     first = cold(engine, PROMPT)
@@ -80,7 +80,7 @@ def test_a_context_is_built_when_it_is_needed_and_used_again(memory: Memory, loa
     assert engine._exact.count == 1
 
 
-def test_a_context_that_stays_idle_is_given_back(memory: Memory, load: Load) -> None:
+def test_a_context_that_stays_idle_is_closed(memory: Memory, load: Load) -> None:
     engine = load()
     busy = engine.sequences.open(exact=True)
     cold(engine, PROMPT)
@@ -93,7 +93,7 @@ def test_a_context_that_stays_idle_is_given_back(memory: Memory, load: Load) -> 
     assert cold(engine, PROMPT) == cold(engine, PROMPT)
 
 
-def test_no_context_is_built_where_memory_has_become_short(memory: Memory, load: Load) -> None:
+def test_no_context_is_built_without_free_memory(memory: Memory, load: Load) -> None:
     engine = load()
     memory.free_bytes = context_bytes(load) - 1
     with pytest.raises(NoMemory, match=r"1 MB .*cache_exact.*--max-model-len"):
@@ -102,7 +102,7 @@ def test_no_context_is_built_where_memory_has_become_short(memory: Memory, load:
     assert cold(engine, PROMPT) == cold(engine, PROMPT)
 
 
-def test_a_failed_allocation_is_that_of_one_sequence(
+def test_a_failed_allocation_affects_one_sequence_only(
     memory: Memory, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load()
@@ -117,7 +117,7 @@ def test_a_failed_allocation_is_that_of_one_sequence(
     assert cold(engine, PROMPT, exact=False)
 
 
-def test_no_more_contexts_open_than_the_budget_holds(memory: Memory, load: Load) -> None:
+def test_open_contexts_are_limited_by_the_budget(memory: Memory, load: Load) -> None:
     memory.free_bytes = int(4 * context_bytes(load) / KV_FRACTION) + 1
     engine = load(kv_fraction=KV_FRACTION)
     """And one more, for what takes over the state of another."""
@@ -128,7 +128,7 @@ def test_no_more_contexts_open_than_the_budget_holds(memory: Memory, load: Load)
     assert engine._exact.count == 3
 
 
-def test_a_reset_gives_every_exact_context_back(memory: Memory, load: Load) -> None:
+def test_a_reset_closes_every_exact_context(memory: Memory, load: Load) -> None:
     engine = load()
     engine.sequences.open(exact=True)
     cold(engine, PROMPT)

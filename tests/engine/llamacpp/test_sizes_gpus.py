@@ -1,4 +1,4 @@
-"""Which devices count as GPUs."""
+"""GPUs are chosen as llama.cpp chooses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU, DEDICATED, INTEGRATED, ACCELERATOR = range(4)
 
 
 class Devices:
-    """ggml's list of devices, of the kinds that a test wants."""
+    """A list of devices as ggml gives it."""
 
     def __init__(self, *kinds: int) -> None:
         self._kinds = kinds
@@ -44,13 +44,13 @@ class Devices:
         ((INTEGRATED, DEDICATED, CPU, DEDICATED), [1, 3]),
     ],
 )
-def test_integrated_gpus_count_where_there_are_no_others(
+def test_integrated_gpus_count_only_if_there_are_no_others(
     kinds: tuple[int, ...], found: list[int]
 ) -> None:
     expected = [Gpu(f"device {each}", each * 100 + 10, each * 100 + 20) for each in found]
     assert find_gpus(Devices(*kinds)) == expected
 
 
-def test_the_pinned_library_is_asked_without_a_mistake() -> None:
+def test_the_pinned_library_lists_its_gpus() -> None:
     for gpu in find_gpus(load_library()):
         assert 0 <= gpu.free_bytes <= gpu.total_bytes

@@ -1,4 +1,4 @@
-"""State written again in smaller cells is what those cells would have held themselves."""
+"""Requantised state equals state that was computed with those cells."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 40
 
 @pytest.fixture(scope="module")
 def engine(smollm2_path: Path) -> Iterator[LlamaCppEngine]:
-    """Heads 64 wide: llama.cpp rotates what it quantises."""
+    """Heads are 64 wide, so llama.cpp rotates what it quantises."""
     built = LlamaCppEngine(
         EngineOptions(path=smollm2_path, parallel=1, threads=2, context_tokens=512)
     )
@@ -37,14 +37,14 @@ def state(engine: LlamaCppEngine, kv_type: KvType) -> bytes:
 
 
 def first_keys(layout: BlockLayout, blob: bytes) -> np.ndarray[Any, Any]:
-    """Those of the first layer, which no other cell has a part in."""
+    """Return the keys of the first layer, which do not depend on other cells."""
     rows = layout.sections[0][0]
     at = 8 + 8 + TOKENS * layout.cell_bytes + 16 + 12
     return _floats(rows, memoryview(blob)[at : at + TOKENS * rows.row_bytes])
 
 
 @pytest.mark.parametrize("kv_type", ["q8_0", "q4_0"])
-def test_transcoded_keys_are_those_that_were_computed_at_that_precision(
+def test_requantised_keys_equal_keys_computed_at_that_precision(
     engine: LlamaCppEngine, kv_type: KvType
 ) -> None:
     layout = engine.sequences.layouts.measured(kv_type)
@@ -55,14 +55,14 @@ def test_transcoded_keys_are_those_that_were_computed_at_that_precision(
     assert np.abs(mine - theirs).mean() < 0.02 * step  # all but values at the edge of two steps
 
 
-def test_4_bit_state_may_come_from_8_bit_state(engine: LlamaCppEngine) -> None:
+def test_8_bit_state_can_become_4_bit_state(engine: LlamaCppEngine) -> None:
     layout, eight = engine.sequences.layouts.measured("q4_0"), state(engine, "q8_0")
     mine = first_keys(layout, engine.sequences.requantise(eight, TOKENS, "q8_0", "q4_0"))
     theirs = first_keys(engine.sequences.layouts.measured("q8_0"), eight)
     assert np.abs(mine - theirs).max() <= np.abs(theirs).max() / 7
 
 
-def test_a_block_that_says_something_else_of_itself_is_refused(engine: LlamaCppEngine) -> None:
+def test_a_block_with_a_wrong_header_is_refused(engine: LlamaCppEngine) -> None:
     blob = bytearray(state(engine, "f16"))
     blob[12] ^= 1  # the number of its cells
     with pytest.raises(CorruptBlock):
@@ -71,8 +71,8 @@ def test_a_block_that_says_something_else_of_itself_is_refused(engine: LlamaCppE
         engine.sequences.requantise(blob[:-1], TOKENS, "f16", "q8_0")
 
 
-def test_a_state_that_is_laid_out_in_another_way_is_only_measured() -> None:
-    """Then it is not transcoded; blocks still have to have its size."""
+def test_an_unknown_state_layout_is_only_measured() -> None:
+    """It is not requantised. Blocks still need the right size."""
     layout = read_layout(b"x" * 100, b"x" * 130, 0)
     assert (layout.fixed, layout.each, layout.sections) == (70, 30, ())
     assert Requantiser(None, layout, layout)

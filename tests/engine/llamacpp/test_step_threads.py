@@ -1,4 +1,4 @@
-"""How many threads compute a step: as many as are fastest, whoever else wants a core."""
+"""Decode steps use the number of threads that is fastest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Duration = Callable[[int], float]  # of a step, by its threads
 
 
 def run(choice: ThreadChoice, steps: int, duration: Duration) -> tuple[int, float]:
-    """How many of the steps had all threads, and what all took."""
+    """Return how many steps had all threads, and the total time."""
     most, spent_s = 0, 0.0
     for _ in range(steps):
         threads = choice.next
@@ -37,11 +37,11 @@ def alone(threads: int) -> float:
 
 
 def shared(chance: Random) -> Duration:
-    """Another program takes the place of one of two threads in every third step."""
+    """Another program takes the core of one of two threads in every third step."""
     return lambda threads: 4e-3 if threads == 2 and chance.random() < 1 / 3 else alone(threads)
 
 
-def test_all_threads_compute_where_they_are_faster() -> None:
+def test_all_threads_compute_if_they_are_faster() -> None:
     choice = ThreadChoice(2)
     most, spent_s = run(choice, 5000, alone)
     assert choice.threads == 2
@@ -49,7 +49,7 @@ def test_all_threads_compute_where_they_are_faster() -> None:
     assert spent_s < 1.03 * 5000 * alone(2)
 
 
-def test_one_fewer_computes_while_another_program_wants_a_core() -> None:
+def test_one_thread_fewer_computes_while_another_program_wants_a_core() -> None:
     choice = ThreadChoice(2)
     most, spent_s = run(choice, 5000, shared(Random(1)))
     assert choice.threads == 1
@@ -57,7 +57,7 @@ def test_one_fewer_computes_while_another_program_wants_a_core() -> None:
     assert spent_s < 1.2 * 5000 * alone(1)
 
 
-def test_all_threads_compute_again_when_the_other_program_has_gone() -> None:
+def test_all_threads_compute_again_after_the_other_program_ends() -> None:
     choice = ThreadChoice(2)
     run(choice, 1000, shared(Random(2)))
     most, _ = run(choice, 5000, alone)
@@ -65,8 +65,8 @@ def test_all_threads_compute_again_when_the_other_program_has_gone() -> None:
     assert most > 0.8 * 5000
 
 
-def test_a_program_that_comes_later_is_noticed_at_once() -> None:
-    """Though trials of a large model's steps are rare: each takes long."""
+def test_a_program_that_starts_later_is_noticed_immediately() -> None:
+    """Although trials of slow steps are rare."""
     choice = ThreadChoice(2)
     run(choice, 1000, lambda threads: 0.4 if threads == 2 else 0.8)
     most, _ = run(choice, 100, lambda threads: 4.0 if threads == 2 else 0.8)
@@ -74,7 +74,7 @@ def test_a_program_that_comes_later_is_noticed_at_once() -> None:
     assert most < 50
 
 
-def test_a_hopeless_trial_is_ended_after_a_step() -> None:
+def test_a_hopeless_trial_ends_after_one_step() -> None:
     choice = ThreadChoice(2)
     run(choice, 500, lambda threads: 100e-3 if threads == 2 else 1e-3)
     most, _ = run(choice, 10_000, lambda threads: 100e-3 if threads == 2 else 1e-3)
@@ -82,7 +82,7 @@ def test_a_hopeless_trial_is_ended_after_a_step() -> None:
 
 
 @pytest.mark.parametrize("most", [1, 2, 16])
-def test_there_is_always_a_thread(most: int) -> None:
+def test_at_least_one_thread_computes(most: int) -> None:
     choice = ThreadChoice(most)
     chance = Random(3)
     for _ in range(2000):
@@ -91,7 +91,7 @@ def test_there_is_always_a_thread(most: int) -> None:
         choice.learn(chance.random())
 
 
-def test_prompts_are_computed_by_all_threads_and_each_size_learns_by_itself() -> None:
+def test_prefill_uses_all_threads_and_each_batch_size_learns_separately() -> None:
     counts: list[int] = []
     threads = StepThreads(2, counts.append)
     for _ in range(500):  # a lone reply is slow with two, eight replies are not

@@ -1,4 +1,4 @@
-"""Projectors: which are taken, what they make of a picture, and whose state is whose."""
+"""Projectors are checked, and encode images into the tokens that they announce."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_text_is_computed_as_without_a_projector(options: EngineOptions) -> None
     assert np.array_equal(seeing, blind)
 
 
-def test_a_picture_of_any_size_takes_the_tokens_that_encoding_brings(
+def test_an_image_of_any_size_has_as_many_tokens_as_encoded_vectors(
     options: EngineOptions,
 ) -> None:
     with loaded(options) as engine:
@@ -82,7 +82,7 @@ def test_a_picture_of_any_size_takes_the_tokens_that_encoding_brings(
             assert tokens.media[0].digest == picture.digest
 
 
-def test_tokens_that_the_model_has_around_a_picture_are_part_of_it(tmp_path: Path) -> None:
+def test_the_tokens_around_an_image_are_part_of_it(tmp_path: Path) -> None:
     options = EngineOptions(
         path=write_gemma3(tmp_path / "tiny.gguf"),
         mmproj=write_gemma3_projector(tmp_path / "mmproj.gguf"),
@@ -100,7 +100,7 @@ def test_tokens_that_the_model_has_around_a_picture_are_part_of_it(tmp_path: Pat
 TILES = ("\n\n", "<fake_token_around_image>", "<global-img>")  # what SmolVLM has around tiles
 
 
-def test_a_picture_cut_into_tiles_has_a_span_for_each(
+def test_an_image_in_tiles_has_a_span_for_each_tile(
     options: EngineOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiny, "CONTROL", (*tiny.CONTROL, *TILES))
@@ -130,7 +130,7 @@ Row = bytes
 
 
 def first_row(engine: LlamaCppEngine, ids: list[int], vectors: Matrix) -> Row:
-    """The state of a picture's first token."""
+    """Return the state of the first token of an image."""
     sequence = engine.sequences.open(exact=True)
     run_step(engine, [Work(sequence, ids, None, vectors)])
     row = bytes(engine.sequences.export(sequence, 0, 1))
@@ -143,7 +143,7 @@ def first_row(engine: LlamaCppEngine, ids: list[int], vectors: Matrix) -> Row:
     [(write_llama, write_llava_projector, False), (write_gemma3, write_gemma3_projector, True)],
     ids=["llava", "gemma3"],
 )
-def test_vectors_see_those_after_them_where_the_model_wants_it(
+def test_vectors_attend_to_later_ones_if_the_model_does(
     tmp_path: Path,
     write: Callable[[Path], Path],
     write_projector: Callable[[Path], Path],
@@ -161,7 +161,7 @@ def test_vectors_see_those_after_them_where_the_model_wants_it(
 
 
 def test_vectors_of_another_width_never_reach_llama_cpp(options: EngineOptions) -> None:
-    """It would read as far as it wants, whatever is there."""
+    """It would read beyond their end."""
     with loaded(options) as engine:
         narrow = np.zeros((16, WIDTH - 1), np.float32)
         with pytest.raises(ValueError, match="vectors"):
@@ -172,7 +172,7 @@ def test_vectors_of_another_width_never_reach_llama_cpp(options: EngineOptions) 
 
 
 @pytest.mark.parametrize("damage", ["language model", "truncated", "other width"])
-def test_a_file_that_is_no_projector_of_the_model_is_refused(
+def test_a_projector_of_another_model_is_refused(
     options: EngineOptions, tmp_path: Path, damage: str
 ) -> None:
     bad = tmp_path / "bad.gguf"

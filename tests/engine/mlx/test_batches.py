@@ -1,4 +1,4 @@
-"""Sequences of different lengths decode in batches of their own: how much of those is padding."""
+"""Decoding batches have little padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.tiny_mlx import write_tiny_mlx
 LONG, SHORT, ROWS = 1200, 20, 8
 
 
-def test_no_group_holds_more_padding_than_tokens_and_the_spare_of_its_rows() -> None:
+def test_the_padding_of_a_group_is_bounded() -> None:
     chosen = random.Random(0)
     for _ in range(500):
         longest = chosen.choice([10, 1000, 100_000])
@@ -36,7 +36,7 @@ def test_rows_of_similar_length_stay_together() -> None:
     assert by_length({"a": 100, "b": 30_000, "c": 100, "d": 90}, 256) == [["b", "a"], ["c", "d"]]
 
 
-def test_rows_that_grow_together_are_seldom_arranged_anew() -> None:
+def test_growing_rows_rarely_change_groups() -> None:
     chosen = random.Random(0)
     for _ in range(50):
         lengths = {row: chosen.randint(1, 3000) for row in range(8)}
@@ -53,7 +53,7 @@ def held_bytes(engine: MlxEngine, kv_type: KvType) -> int:
     return sum(cache.nbytes for batch in found for cache in batch._caches)
 
 
-def test_one_long_row_does_not_make_the_others_as_wide(tmp_path: Path) -> None:
+def test_one_long_row_does_not_widen_the_others(tmp_path: Path) -> None:
     path = write_tiny_mlx(tmp_path / "tiny", "llama-wide")
     engine = MlxEngine(EngineOptions(path=path, parallel=ROWS, context_tokens=4096))
     for kv_type in (engine.capabilities.kv_type, list(engine.capabilities.kv)[-1]):

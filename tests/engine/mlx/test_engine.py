@@ -1,4 +1,4 @@
-"""What an MLX engine says of its model, and what is left of it after a failure."""
+"""An MLX engine describes its model, and recovers from failures."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def engine(tmp_path: Path) -> Iterator[MlxEngine]:
     built.close()
 
 
-def test_it_says_what_the_model_is(engine: MlxEngine) -> None:
+def test_capabilities_describe_the_model(engine: MlxEngine) -> None:
     about = engine.capabilities
     assert (about.architecture, about.quantization) == ("llama", "float32")
     assert about.parameters > 0
 
 
-def test_a_restore_that_fails_leaves_an_empty_engine_that_works(
+def test_after_a_failed_restore_the_engine_is_empty_and_works(
     engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold(engine, PROMPT, exact=False)

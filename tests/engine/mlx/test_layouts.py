@@ -1,4 +1,4 @@
-"""KV types of a model, and blocks of one type as blocks of another."""
+"""A model has several KV types, and blocks can be requantised."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_a_model_has_the_types_that_its_heads_allow(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama-narrow", "mamba", "gpt_oss"])
-def test_narrow_heads_recurrent_state_and_sinks_have_the_usual_type_alone(family: str) -> None:
+def test_narrow_heads_recurrent_state_and_sinks_have_only_the_default_type(family: str) -> None:
     assert list(Layouts(tiny_model(family), b"weights").kv) == ["f32"]
 
 
-def test_the_usual_type_is_that_of_keys_and_values() -> None:
+def test_the_default_type_is_that_of_keys_and_values() -> None:
     for dtype, name in ((mx.bfloat16, "bf16"), (mx.float16, "f16")):
         layouts = Layouts(tiny_model("llama", dtype), b"weights")
         assert layouts.default == name
@@ -72,7 +72,7 @@ def test_settings_name_a_type_by_its_bits() -> None:
 
 @pytest.mark.parametrize("family", MIXES)
 @pytest.mark.parametrize("kv_type", ALL)
-def test_quantised_state_comes_back_bit_by_bit(family: str, kv_type: str) -> None:
+def test_quantised_state_is_restored_bit_by_bit(family: str, kv_type: str) -> None:
     model = tiny_model(family)
     layouts = Layouts(model, b"weights")
     layout = layouts[kv_type]
@@ -86,7 +86,7 @@ def test_quantised_state_comes_back_bit_by_bit(family: str, kv_type: str) -> Non
 
 @pytest.mark.parametrize("family", MIXES)
 @pytest.mark.parametrize("kv_type", ALL)
-def test_a_transcoded_block_is_what_mlx_lm_makes_of_the_whole_cache(
+def test_a_requantised_block_equals_the_quantised_cache_of_mlx_lm(
     family: str, kv_type: str
 ) -> None:
     model = tiny_model(family, mx.bfloat16 if family == "llama" else mx.float32)
@@ -107,7 +107,7 @@ def test_a_transcoded_block_is_what_mlx_lm_makes_of_the_whole_cache(
         assert made == layouts[kv_type].export_block(quantised, start, stop, resumable=end)
 
 
-def test_eight_bits_become_four() -> None:
+def test_8_bit_blocks_can_become_4_bit_blocks() -> None:
     model = tiny_model("llama")
     layouts = Layouts(model, b"weights")
     caches = used(layouts, model, "q8_g64", 30)
@@ -120,7 +120,7 @@ def test_eight_bits_become_four() -> None:
     assert layouts["q4_g32"].export_block(into, 3, 9) == made
 
 
-def test_nothing_gains_bits_and_damage_is_refused() -> None:
+def test_requantising_to_more_bits_and_damaged_blocks_are_refused() -> None:
     model = tiny_model("gemma3")
     layouts = Layouts(model, b"weights")
     caches = used(layouts, model, "f32", 30)
@@ -138,10 +138,10 @@ def test_nothing_gains_bits_and_damage_is_refused() -> None:
 
 
 class OwnCache:
-    """As a model may have one of its own."""
+    """A cache that a model defines itself."""
 
 
-def test_a_cache_of_an_unknown_kind_is_refused_by_its_name() -> None:
+def test_an_unknown_kind_of_cache_is_refused_by_name() -> None:
     class Model:
         layers = ()
 

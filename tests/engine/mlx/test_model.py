@@ -1,4 +1,4 @@
-"""A folder is loaded, or refused with what to do; nothing of it is ever run."""
+"""A folder is loaded, or refused with a remedy. Its code is never run."""
 
 from __future__ import annotations
 
@@ -87,14 +87,12 @@ def test_importing_mlx_lm_does_not_lower_the_limit_on_open_files() -> None:
 # -- the fingerprint -----------------------------------------------------------------------------
 
 
-def test_the_same_folder_has_the_same_fingerprint_wherever_it_lies(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_the_fingerprint_does_not_depend_on_the_path(folder: Path, tmp_path: Path) -> None:
     assert load(folder).fingerprint == load(write_tiny_mlx(tmp_path / "other")).fingerprint
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_whatever_changes_state_changes_the_fingerprint(folder: Path, name: str) -> None:
+def test_everything_that_changes_state_changes_the_fingerprint(folder: Path, name: str) -> None:
     before = load(folder).fingerprint
     if name == "model.safetensors":
         write_tiny_mlx(folder, seed=1)
@@ -103,8 +101,8 @@ def test_whatever_changes_state_changes_the_fingerprint(folder: Path, name: str)
     assert load(folder).fingerprint != before
 
 
-def test_how_weights_were_quantised_is_in_the_fingerprint(folder: Path) -> None:
-    """mlx_lm takes it from a file of its own where the configuration does not say it."""
+def test_the_fingerprint_includes_the_quantisation_of_weights(folder: Path) -> None:
+    """mlx_lm reads it from another file if the configuration has none."""
     found = set()
     for content in (None, "{}", '{"producer": {}}'):
         if content is not None:
@@ -136,7 +134,7 @@ def test_an_adapter_changes_what_is_computed_and_the_fingerprint(
 
 
 @pytest.mark.parametrize("lost", ["adapter_config.json", "adapters.safetensors"])
-def test_what_an_adapter_lacks_is_named(folder: Path, tmp_path: Path, lost: str) -> None:
+def test_the_missing_file_of_an_adapter_is_named(folder: Path, tmp_path: Path, lost: str) -> None:
     adapter = write_tiny_adapter(tmp_path / "adapter", folder)
     (adapter / lost).unlink()
     with pytest.raises(ModelError, match=f"is not an adapter: it needs .*{lost}"):
@@ -154,7 +152,7 @@ def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("setting", ["model_file", "trust_remote_code"])
-def test_code_that_a_folder_brings_is_never_run(folder: Path, setting: str) -> None:
+def test_code_in_a_folder_is_never_run(folder: Path, setting: str) -> None:
     (folder / "evil.py").write_text("raise SystemExit('run')")
     configure(folder, **{setting: "evil.py"})
     with pytest.raises(ModelError, match="never run"):
@@ -162,7 +160,7 @@ def test_code_that_a_folder_brings_is_never_run(folder: Path, setting: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["", "../os", "os.path", 3, None])
-def test_a_model_type_that_is_no_name_is_refused(folder: Path, kind: object) -> None:
+def test_an_invalid_model_type_is_refused(folder: Path, kind: object) -> None:
     configure(folder, model_type=kind)
     with pytest.raises(ModelError, match="names no `model_type`"):
         load(folder)
@@ -195,13 +193,13 @@ def test_settings_that_do_not_fit_the_weights_are_refused(
         load(folder)
 
 
-def test_more_layers_than_tensors_are_not_even_tried(folder: Path) -> None:
+def test_more_layers_than_tensors_are_refused(folder: Path) -> None:
     configure(folder, num_hidden_layers=1 << 30)
     with pytest.raises(ModelError, match="more layers than there are tensors"):
         load(folder)
 
 
-def test_a_damaged_file_of_weights_is_refused(folder: Path) -> None:
+def test_a_damaged_weight_file_is_refused(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ModelError, match="truncated"):
@@ -216,7 +214,7 @@ def test_a_folder_without_a_tokenizer_says_how_to_make_one(folder: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
-def test_whatever_a_file_says_the_folder_is_loaded_or_refused(folder: Path, name: str) -> None:
+def test_a_changed_folder_is_loaded_or_refused(folder: Path, name: str) -> None:
     path = folder / name
     whole = json.loads(path.read_text())
     for seed in range(rounds(30, 1_500)):
@@ -229,7 +227,7 @@ def test_whatever_a_file_says_the_folder_is_loaded_or_refused(folder: Path, name
 
 
 def mutated(whole: Any, rng: random.Random) -> Any:
-    """One or two values replaced or removed, wherever they are."""
+    """Replace or remove one or two values anywhere."""
     copy = json.loads(json.dumps(whole))
     for _ in range(rng.randint(1, 2)):
         holder, key = rng.choice(list(places(copy)))
@@ -241,7 +239,7 @@ def mutated(whole: Any, rng: random.Random) -> Any:
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place of a value that may hold another, the first few of each list or object."""
+    """Yield every place of a value, the first few of each list or object."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in list(items)[:20]:
         yield value, key
@@ -249,6 +247,6 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(inner)
 
 
-def test_a_folder_whose_name_is_a_pattern_has_to_be_renamed(tmp_path: Path) -> None:
+def test_a_folder_name_with_wildcards_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="rename it"):
         load(write_tiny_mlx(tmp_path / "tiny[4bit]"))

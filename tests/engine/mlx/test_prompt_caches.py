@@ -1,4 +1,4 @@
-"""Files that mlx_lm reads and writes: both directions, with mlx_lm itself."""
+"""Prompt cache files are exchanged with mlx_lm in both directions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def saved_by_mlx_lm(path: Path, caches: list[Any], tokens: list[int] | None) -> 
 
 
 def restored(layouts: Layouts, files: PromptCaches, path: Path) -> tuple[list[Any], list[int]]:
-    """What a file holds, block by block in caches of ours."""
+    """Restore the content of a file block by block."""
     found = files.read(path)
     caches = layouts.make_caches(layouts.default)
     count = len(found.tokens)
@@ -62,7 +62,7 @@ def restored(layouts: Layouts, files: PromptCaches, path: Path) -> tuple[list[An
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", [7, 50])
-def test_mlx_lm_goes_on_from_a_file_of_ours(family: str, tokens: int, tmp_path: Path) -> None:
+def test_mlx_lm_continues_from_our_file(family: str, tokens: int, tmp_path: Path) -> None:
     model, layouts, caches = used(family, tokens)
     files = files_of(layouts)
     writer = files.writer()
@@ -84,7 +84,7 @@ def test_mlx_lm_goes_on_from_a_file_of_ours(family: str, tokens: int, tmp_path: 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tokens", [7, 50])
-def test_we_go_on_from_a_file_of_mlx_lm(family: str, tokens: int, tmp_path: Path) -> None:
+def test_we_continue_from_a_file_of_mlx_lm(family: str, tokens: int, tmp_path: Path) -> None:
     model, layouts, caches = used(family, tokens)
     for token in (4, 5, 6):  # a window that has begun again, a chunk that has grown
         step(model, caches, [token])
@@ -96,9 +96,7 @@ def test_we_go_on_from_a_file_of_mlx_lm(family: str, tokens: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "llama4", "falcon_h1"])
-def test_a_file_that_names_fewer_or_more_tokens_than_it_holds_is_refused(
-    family: str, tmp_path: Path
-) -> None:
+def test_a_file_with_a_wrong_number_of_tokens_is_refused(family: str, tmp_path: Path) -> None:
     _, layouts, caches = used(family, 50)
     for count in (30, 60):
         path = saved_by_mlx_lm(tmp_path / "theirs.safetensors", caches, PROMPT[:count])
@@ -106,7 +104,7 @@ def test_a_file_that_names_fewer_or_more_tokens_than_it_holds_is_refused(
             files_of(layouts).read(path)
 
 
-def test_a_file_of_ours_may_end_within_the_last_block(tmp_path: Path) -> None:
+def test_our_file_may_end_within_the_last_block(tmp_path: Path) -> None:
     model, layouts, caches = used("llama", 50)
     writer = files_of(layouts).writer()
     writer.append(layouts[layouts.default].export_block(caches, 0, 50), 50)
@@ -117,7 +115,7 @@ def test_a_file_of_ours_may_end_within_the_last_block(tmp_path: Path) -> None:
     assert mx.allclose(step(model, loaded, MORE), step(model, shorter, MORE), atol=1e-4).item()
 
 
-def test_a_file_without_tokens_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_file_without_tokens_is_refused_with_a_remedy(tmp_path: Path) -> None:
     _, layouts, caches = used("llama", 20)
     files = files_of(layouts)
     for tokens in (None, [], ["a"], [1.5]):
@@ -158,7 +156,7 @@ def test_quantised_keys_and_limited_caches_are_refused_by_name(tmp_path: Path) -
 
 
 def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """The file with another header."""
+    """Replace the header of a file."""
     content = path.read_bytes()
     data = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:data])
@@ -168,7 +166,7 @@ def rewritten(path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     return path
 
 
-def test_what_a_header_makes_larger_than_its_file_is_refused(tmp_path: Path) -> None:
+def test_overlapping_arrays_and_too_many_entries_are_refused(tmp_path: Path) -> None:
     _, layouts, caches = used("llama", 20)
     path = tmp_path / "theirs.safetensors"
 

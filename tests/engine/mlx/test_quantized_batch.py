@@ -1,4 +1,4 @@
-"""Quantised sequences that decode together say what each says alone."""
+"""Quantised sequences in a batch give the same replies as single ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = {"q8_g64": 0.05, "q4_g32": 0.5}
 
 
 class Alone:
-    """What a sequence says by itself: greedy tokens, each with the logits behind it."""
+    """The reply of a single sequence: greedy tokens with their logits."""
 
     def __init__(self, layouts: Layouts, model: Any, kv_type: str, prompt: list[int]) -> None:
         self.caches = prefilled(layouts, model, kv_type, prompt)
@@ -49,7 +49,7 @@ def merged(sequences: list[list[Any]]) -> list[Any]:
 
 
 def decode(model: Any, batch: list[Any], rows: list[Alone], tolerance: float) -> None:
-    """One step of every row."""
+    """Decode one step of every row."""
     tokens = mx.array([[row.tokens[row.done]] for row in rows])
     logits = model(tokens, cache=batch)[:, -1]
     mx.eval(logits, [each.state for each in batch])
@@ -59,9 +59,7 @@ def decode(model: Any, batch: list[Any], rows: list[Alone], tolerance: float) ->
 
 @pytest.mark.parametrize("kv_type", ["q8_g64", "q4_g32"])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "lfm2", "falcon_h1"])
-def test_members_that_join_and_leave_change_nothing_for_the_others(
-    family: str, kv_type: str
-) -> None:
+def test_joining_and_leaving_rows_do_not_affect_the_others(family: str, kv_type: str) -> None:
     model = tiny_model(family)
     layouts = Layouts(model, b"weights")
     tolerance = TOLERANCE[kv_type]
@@ -85,7 +83,7 @@ def test_members_that_join_and_leave_change_nothing_for_the_others(
     assert [each.done for each in (one, longest, late)] == [10, 8, 6]
 
 
-def test_a_row_that_leaves_is_the_state_it_came_with() -> None:
+def test_a_row_leaves_with_its_own_state() -> None:
     model = tiny_model("llama")
     layouts = Layouts(model, b"weights")
     sequences = [prefilled(layouts, model, "q8_g64", PROMPT[:length]) for length in LENGTHS]
@@ -104,7 +102,7 @@ def test_a_row_that_leaves_is_the_state_it_came_with() -> None:
     assert batch[0].size() == 23
 
 
-def test_a_batch_may_start_empty_and_grows_over_its_capacity() -> None:
+def test_a_batch_may_start_empty_and_grow_beyond_its_capacity() -> None:
     model = tiny_model("llama")
     layouts = Layouts(model, b"weights")
     empty = [layouts.make_caches("q8_g64") for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Blocks and checkpoints of mlx_lm's caches, on tiny models of every kind."""
+"""Blocks and checkpoints restore mlx_lm's caches, for tiny models of every kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MORE = [9, 8, 7, 6, 5]
 
 
 def used(family: str, tokens: int, dtype: mx.Dtype = mx.float32) -> tuple[Any, Layouts, list[Any]]:
-    """A model, its layouts, and caches that hold the beginning of the prompt."""
+    """Return a model, its layouts, and caches with the start of the prompt."""
     model = tiny_model(family, dtype)
     layouts = Layouts(model, b"weights")
     caches = layouts.make_caches(layouts.default)
@@ -33,7 +33,7 @@ def used(family: str, tokens: int, dtype: mx.Dtype = mx.float32) -> tuple[Any, L
 
 
 def exported(layout: StateLayout, caches: list[Any], tokens: int) -> list[bytes]:
-    """All of a sequence in blocks, the last one resumable."""
+    """Export a sequence in blocks, the last one resumable."""
     starts = range(0, tokens, BLOCK)
     return [
         layout.export_block(
@@ -57,9 +57,7 @@ def restored(layout: StateLayout, caches: list[Any], blobs: list[bytes], tokens:
         *product(("llama", "gemma3", "mamba"), (mx.bfloat16, mx.float16)),
     ],
 )
-def test_restored_state_goes_on_bit_by_bit_as_that_which_was_exported(
-    family: str, dtype: mx.Dtype
-) -> None:
+def test_restored_state_continues_bit_by_bit(family: str, dtype: mx.Dtype) -> None:
     for tokens in (1, WINDOW, 70):
         model, layouts, caches = used(family, tokens, dtype)
         layout = layouts[layouts.default]
@@ -69,8 +67,8 @@ def test_restored_state_goes_on_bit_by_bit_as_that_which_was_exported(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_reply_that_is_exported_in_its_middle_goes_on_bit_by_bit(family: str) -> None:
-    """A window that has begun again from its beginning is not in the order of its positions."""
+def test_state_exported_within_a_reply_continues_bit_by_bit(family: str) -> None:
+    """A window that has wrapped around is not in position order."""
     model, layouts, caches = used(family, 60)
     answer(model, caches, MORE, 7)  # 72 positions
     layout = layouts[layouts.default]
@@ -79,7 +77,7 @@ def test_a_reply_that_is_exported_in_its_middle_goes_on_bit_by_bit(family: str) 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_are_as_told_and_positions_are_the_same_whenever_they_are_read(family: str) -> None:
+def test_blocks_have_the_announced_size_and_do_not_change_later(family: str) -> None:
     model, layouts, caches = used(family, 40)
     layout = layouts[layouts.default]
     told = layouts.kv[layouts.default]
@@ -93,7 +91,7 @@ def test_sizes_are_as_told_and_positions_are_the_same_whenever_they_are_read(fam
     assert layout.export_block(caches, 32, 40) == resumable[: told.cells_bytes(8)]
 
 
-def test_a_window_that_is_not_full_takes_less() -> None:
+def test_a_checkpoint_of_a_partial_window_is_smaller() -> None:
     _, layouts, caches = used("gemma3", 3)
     layout = layouts[layouts.default]
     blob = layout.export_block(caches, 0, 3, resumable=True)
@@ -102,7 +100,7 @@ def test_a_window_that_is_not_full_takes_less() -> None:
 
 
 def test_a_window_keeps_its_first_positions() -> None:
-    """No model of mlx_lm's asks for it; a cache with `max_kv_size` has it."""
+    """No model of mlx_lm does that, but a cache with `max_kv_size` does."""
     source = RotatingKVCache(max_size=8, keep=2)
     random_rows = [mx.random.normal((1, 1, size, 4)) for size in (6, 7, 1, 1)]
     for rows in random_rows[:3]:
@@ -119,14 +117,14 @@ def test_a_window_keeps_its_first_positions() -> None:
             assert keys.tolist() == expected.tolist()
 
 
-def test_a_checkpoint_is_of_the_end_alone() -> None:
+def test_a_checkpoint_exists_only_at_the_end() -> None:
     for family in ("gemma3", "llama4"):
         _, layouts, caches = used(family, 30)
         with pytest.raises(ValueError, match="end"):
             layouts[layouts.default].export_block(caches, 0, 29, resumable=True)
 
 
-def test_no_position_is_read_that_is_not_there_nor_left_out() -> None:
+def test_missing_positions_and_gaps_are_refused() -> None:
     _, layouts, caches = used("llama", 30)
     layout = layouts[layouts.default]
     with pytest.raises(ValueError, match="cache of 30 positions"):
@@ -137,7 +135,7 @@ def test_no_position_is_read_that_is_not_there_nor_left_out() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sharers_do_not_see_what_the_other_writes(family: str) -> None:
+def test_writes_to_a_shared_sequence_stay_private(family: str) -> None:
     model, _, caches = used(family, 50)
     _, _, fresh = used(family, 50)
     twin = share(caches, 50)
@@ -159,7 +157,7 @@ def test_a_prefix_is_shared_and_a_sequence_is_cut(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_everything_can_be_forgotten(family: str) -> None:
+def test_a_sequence_can_be_emptied(family: str) -> None:
     model, layouts, caches = used(family, 50)
     if family in WHOLE:
         with pytest.raises(ValueError, match="truncated"):
@@ -169,7 +167,7 @@ def test_everything_can_be_forgotten(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_blob_that_is_not_ours_is_refused_and_changes_nothing(family: str) -> None:
+def test_a_foreign_blob_is_refused_and_changes_nothing(family: str) -> None:
     model, layouts, caches = used(family, 40)
     layout = layouts[layouts.default]
     rest = layout.export_block(caches, 16, 40, resumable=True)
@@ -213,7 +211,7 @@ def test_damaged_blobs_are_refused_or_have_other_values_and_the_same_shapes(fami
 
 
 def parsed(layout: StateLayout, caches: list[Any]) -> list[list[mx.array]]:
-    """The arrays of each layer, as a block and a checkpoint would have them."""
+    """Return the arrays of each layer."""
     twin = share(caches, 40)
     return [
         [each for each in cache.cache if each is not None]
@@ -224,7 +222,7 @@ def parsed(layout: StateLayout, caches: list[Any]) -> list[list[mx.array]]:
 
 
 def test_a_buffer_is_not_copied_for_each_block() -> None:
-    """It grows by a quarter: so few times that the copies are in proportion to what is restored."""
+    """It grows by a quarter, so the cost of copies is proportional to the restored state."""
     source = KVCache()
     rows = mx.zeros((1, 1, 4096, 4))
     source.update_and_fetch(rows, rows)

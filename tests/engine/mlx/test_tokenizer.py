@@ -1,4 +1,4 @@
-"""A folder's tokenizer gives the tokens and bytes that llama.cpp gives for the same vocabulary."""
+"""The tokenizer of a folder agrees with llama.cpp on the same vocabulary."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ KINDS = ["tiny", "smollm2", "sentencepiece", "spaced"]
 
 
 class Pair(NamedTuple):
-    """One vocabulary, read by both."""
+    """One vocabulary in both formats."""
 
     folder: FolderTokenizer
     llama: LlamaTokenizer
@@ -106,7 +106,7 @@ def test_tiny_vocabularies_agree_on_any_text(tiny: Pair, text: str, special: boo
 @EXAMPLES
 @given(texts, st.booleans())
 def test_the_real_vocabulary_agrees_on_any_text(smollm2: Pair, text: str, special: bool) -> None:
-    """That it can spell: it has no token for some bytes, and others merge across the gap."""
+    """Except for bytes without a token, around which others merge."""
     tokens = smollm2.folder.encode(text, special=special)
     spelled = b"".join(smollm2.folder.piece(token, special=True) for token in tokens)
     assume(spelled == text.encode())
@@ -119,7 +119,7 @@ def test_the_real_vocabulary_agrees_on_any_text(smollm2: Pair, text: str, specia
 def test_sentencepiece_vocabularies_agree_on_text(
     sentencepiece: Pair, spaced: Pair, text: str
 ) -> None:
-    """Not where control tokens are read: llama.cpp drops or adds blanks around them."""
+    """Except for control tokens: llama.cpp drops or adds spaces around them."""
     assert_agree(sentencepiece, text, special=False)
     assert_agree(spaced, text, special=False)
 
@@ -138,7 +138,7 @@ def test_both_know_the_same_tokens(name: str, request: pytest.FixtureRequest) ->
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_text_streams_out_as_it_went_in(name: str, request: pytest.FixtureRequest) -> None:
+def test_streamed_pieces_give_the_original_text(name: str, request: pytest.FixtureRequest) -> None:
     tokenizer = request.getfixturevalue(name).folder
     text = "hello the é日本語😀\n  a"
     stream = Detokenizer(tokenizer, ())
@@ -168,7 +168,7 @@ def change_model(folder: Path, **changes: Any) -> None:
     change(folder / "tokenizer.json", model=raw["model"] | changes)
 
 
-def test_a_prompt_is_never_cut_filled_up_or_left_to_chance(folder: Path) -> None:
+def test_encoding_never_truncates_pads_or_drops_out(folder: Path) -> None:
     text = "then " * 20
     before = load_tokenizer(folder).encode(text, special=False)
     cut: dict[str, Any] = {
@@ -189,8 +189,8 @@ def test_a_prompt_is_never_cut_filled_up_or_left_to_chance(folder: Path) -> None
 
 
 def test_a_vocabulary_cannot_spell_a_control_token_out_of_a_clients_text(folder: Path) -> None:
-    """One whose pre-tokens are looked up whole, as those of Llama 3 are, and hold a control
-    token's text."""
+    """Pre-tokens that are looked up whole, as in Llama 3, may contain the text of a control
+    token."""
     change_model(folder, ignore_merges=True)
     change(folder / "tokenizer.json", pre_tokenizer=None, post_processor=None)
     tokenizer = load_tokenizer(folder)
@@ -209,7 +209,7 @@ def test_a_character_that_is_only_a_control_token_is_refused(folder: Path) -> No
         load_tokenizer(folder).encode("a", special=False)
 
 
-def test_text_tokens_that_were_added_are_no_control_tokens(folder: Path) -> None:
+def test_added_text_tokens_are_not_control_tokens(folder: Path) -> None:
     raw = json.loads((folder / "tokenizer.json").read_text())
     call = added_token(VOCABULARY, "<tool_call>", special=False)
     change(folder / "tokenizer.json", added_tokens=[*raw["added_tokens"], call])
@@ -220,7 +220,7 @@ def test_text_tokens_that_were_added_are_no_control_tokens(folder: Path) -> None
 
 
 def test_ids_without_a_token_stand_for_nothing(folder: Path) -> None:
-    """Models have more rows than tokens, so that their matrices have round sizes."""
+    """Models have more rows than tokens, so that matrices have round sizes."""
     tokenizer = load_tokenizer(folder, VOCABULARY + 4)
     assert tokenizer.size == VOCABULARY + 4
     assert tokenizer.piece(VOCABULARY + 3, special=True) == b""
@@ -246,7 +246,7 @@ def test_an_added_token_that_the_model_does_not_know_is_left_out(folder: Path) -
         ({"eos_token_id": 1 << 40}, {"eos_token_id": ["x", None, True]}, {0}),
     ],
 )
-def test_end_tokens_are_all_that_any_file_names(
+def test_end_tokens_of_all_files_count(
     folder: Path, config: dict[str, Any], generation: dict[str, Any], ends: set[int]
 ) -> None:
     change(folder / "config.json", **config)
@@ -254,7 +254,7 @@ def test_end_tokens_are_all_that_any_file_names(
     assert load_tokenizer(folder).end_tokens == ends
 
 
-def test_bos_and_eos_may_be_named_by_their_ids_alone(folder: Path) -> None:
+def test_bos_and_eos_may_be_given_by_id(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     change(folder / "config.json", bos_token_id=1, eos_token_id=0)
     tokenizer = load_tokenizer(folder)
@@ -262,7 +262,7 @@ def test_bos_and_eos_may_be_named_by_their_ids_alone(folder: Path) -> None:
     assert tokenizer.chat_template is None
 
 
-def test_the_template_of_the_folder_is_there(folder: Path) -> None:
+def test_the_chat_template_of_the_folder_is_read(folder: Path) -> None:
     assert load_tokenizer(folder).chat_template == TEMPLATE
 
 

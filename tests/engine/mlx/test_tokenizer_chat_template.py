@@ -1,4 +1,4 @@
-"""The chat template of a folder is found wherever its publisher put it."""
+"""The chat template of a folder is found in all of its usual places."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def write(folder: Path, name: str, template: Any) -> None:
     (folder / name).write_text(text)
 
 
-def test_a_file_of_its_own_goes_before_settings(tmp_path: Path) -> None:
+def test_a_template_file_precedes_settings(tmp_path: Path) -> None:
     assert read_chat_template(tmp_path) is None
     for name in ("tokenizer_config.json", "chat_template.json", "chat_template.jinja"):
         write(tmp_path, name, name)
@@ -42,12 +42,12 @@ def test_of_several_templates_one_is_chosen(
 
 
 @pytest.mark.parametrize("template", [3, {"a": "b"}, [3], [{"name": "default"}], [{"name": []}]])
-def test_what_is_no_template_is_none(tmp_path: Path, template: Any) -> None:
+def test_other_values_are_not_templates(tmp_path: Path, template: Any) -> None:
     write(tmp_path, "tokenizer_config.json", template)
     assert read_chat_template(tmp_path) is None
 
 
-def test_a_file_larger_than_any_template_is_refused(tmp_path: Path) -> None:
+def test_a_template_above_the_size_limit_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "chat_template.jinja", " " * (MAX_TEMPLATE_BYTES + 1))
     with pytest.raises(ModelError, match="larger than any"):
         read_chat_template(tmp_path)

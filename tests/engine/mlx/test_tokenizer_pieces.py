@@ -1,4 +1,4 @@
-"""The bytes of a token, by the decoder that tokenizer.json describes."""
+"""A token becomes bytes by the decoder in tokenizer.json."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def test_a_token_becomes_its_bytes(decoder: Any, text: str, piece: bytes) -> Non
         3,
     ],
 )
-def test_a_decoder_whose_tokens_depend_on_each_other_is_refused(decoder: Any) -> None:
+def test_a_decoder_that_depends_on_neighbours_is_refused(decoder: Any) -> None:
     with pytest.raises(ModelError, match="not supported"):
         piece_decoder(decoder)

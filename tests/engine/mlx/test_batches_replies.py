@@ -1,4 +1,4 @@
-"""Turns decode together: who joins, pauses or leaves changes nobody's text."""
+"""Replies do not change when others join, pause or leave their batch."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def prompt(number: int) -> list[int]:
 
 
 def types(engine: MlxEngine) -> list[KvType]:
-    """The usual one, and the smallest where there are more."""
+    """The default type, and the smallest one if there are more."""
     return list(dict.fromkeys([engine.capabilities.kv_type, list(engine.capabilities.kv)[-1]]))
 
 
 def step(engine: MlxEngine, replies: dict[Sequence, list[int]]) -> None:
-    """The next token of each reply."""
+    """Return the next token of each reply."""
     work = [Work(each, said[-1:], engine.sampler(GREEDY, [])) for each, said in replies.items()]
     for said, sampled in zip(replies.values(), run_step(engine, work), strict=True):
         assert sampled is not None
@@ -54,8 +54,8 @@ def step(engine: MlxEngine, replies: dict[Sequence, list[int]]) -> None:
 
 
 def check_replies(engine: MlxEngine, kv_type: KvType) -> None:
-    """They join one after the other, pause now and then, and leave at different times: each is what
-    it would be alone."""
+    """Replies join one after the other, pause, and leave at different times. Each equals the reply
+    of a sequence that decodes alone."""
     numbers = range(len(LENGTHS))
     alone = [cold(engine, prompt(n), exact=False, kv_type=kv_type) for n in numbers]
     sequences = [engine.sequences.open(exact=False, kv_type=kv_type) for _ in numbers]
@@ -78,10 +78,10 @@ def test_each_reply_is_what_it_would_be_alone(engine: MlxEngine) -> None:
         check_replies(engine, kv_type)
 
 
-def test_it_does_not_matter_who_is_in_a_batch_with_whom(
+def test_replies_do_not_depend_on_the_composition_of_batches(
     engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows move between batches at every step, as they seldom do when lengths decide."""
+    """Rows move between batches at every step, which lengths rarely cause."""
     chosen = random.Random(0)
 
     def divide(lengths: Mapping[Sequence, int], _spare: int) -> list[list[Sequence]]:
@@ -95,7 +95,7 @@ def test_it_does_not_matter_who_is_in_a_batch_with_whom(
         check_replies(engine, kv_type)
 
 
-def test_a_row_is_exported_and_shared_while_the_batch_goes_on(engine: MlxEngine) -> None:
+def test_a_row_can_be_exported_and_shared_while_its_batch_decodes(engine: MlxEngine) -> None:
     alone = [cold(engine, prompt(n), exact=False) for n in (0, 1)]
     one, two = (engine.sequences.open(exact=False) for _ in range(2))
     replies: dict[Sequence, list[int]] = {
@@ -134,7 +134,7 @@ def test_a_row_leaves_when_its_sequence_is_closed(engine: MlxEngine) -> None:
     assert engine.sequences.free_tokens() == engine.capabilities.pool_tokens
 
 
-def test_a_step_that_fails_leaves_an_empty_engine_that_works(
+def test_after_a_failed_step_the_engine_is_empty_and_works(
     engine: MlxEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = cold(engine, PROMPT, exact=False)
@@ -154,7 +154,7 @@ def test_a_step_that_fails_leaves_an_empty_engine_that_works(
     assert cold(engine, PROMPT, exact=False) == expected
 
 
-def test_nothing_is_left_of_sequences_that_are_closed(tmp_path: Path) -> None:
+def test_closed_sequences_leave_no_memory_behind(tmp_path: Path) -> None:
     path = write_tiny_mlx(tmp_path / "tiny")
     built = MlxEngine(EngineOptions(path=path, parallel=4, context_tokens=512))
     held = set()
