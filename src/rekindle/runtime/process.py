@@ -16,13 +16,7 @@ from queue import Empty
 
 from rekindle.chat.tools.registry import check_names
 from rekindle.errors import ServerError, as_server_error
-from rekindle.protocol.admin import (
-    AdminReply,
-    AdminRequest,
-    AdminResult,
-    IndexPrompt,
-    Validate,
-)
+from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
 from rekindle.protocol.events import Failed
 from rekindle.protocol.frames import DeviceInfo, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
@@ -72,11 +66,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             on_remove=lambda entry: self._runtime.forget(entry),
         )
         self._runtime: Runtime = build(
-            engine,
-            storage,
-            emit=self.emit,
-            log=self.link.send,
-            is_undisturbed=self._is_undisturbed,
+            engine, storage, emit=self.emit, log=self.link.send, is_undisturbed=self._is_undisturbed
         )
         self.tokenisation = Tokenisation(
             engine.tokenizer,

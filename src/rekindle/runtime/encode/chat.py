@@ -158,12 +158,7 @@ class ChatEncoder:
         return EncodedPrompt(prompt, hashes, known_replies=replies)
 
     def encode(
-        self,
-        about: GenerateRequest | Validate,
-        tenant: bytes,
-        pictures: Pictures,
-        *,
-        recalls: bool,
+        self, about: GenerateRequest | Validate, tenant: bytes, pictures: Pictures, *, recalls: bool
     ) -> EncodedPrompt:
         """Encode a tenant's conversation. With `recalls` it gets the tokens that are stored for
         it, and its tool calls and reasoning as they were sampled."""

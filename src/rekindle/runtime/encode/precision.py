@@ -35,10 +35,6 @@ class Precision:
         """The format of a sequence with its first tokens."""
         return self.default if self.target is None or self.start_tokens else self.target
 
-    def reaches_target(self, tokens: int) -> bool:
-        """Whether a sequence of this length has the target KV type."""
-        return self.format_at(tokens) != self.default
-
     def format_at(self, tokens: int) -> KvFormat:
         """The format of a sequence of this length."""
         if self.target is None or tokens <= self.start_tokens:

@@ -11,7 +11,6 @@ from rekindle.kvcache.plan import Live, Plan
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import DEVICE
 from rekindle.runtime.device.kv_manager import KvManager
-from rekindle.runtime.device.offload import Counts, StepBudget
 from rekindle.runtime.encode.precision import KvFormat
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.schedule.turn import Checkpoints, Offloaded, Requantisation, Turn
@@ -28,60 +27,16 @@ class Placed:
     tier: str | None  # the slowest tier that state came from; None: nothing was reused
 
 
-class Requantiser:
-    """Copies a sequence to another KV type, block by block within the step's budget.
-
-    Nothing is computed again.
-    """
-
-    def __init__(self, engine: Engine, counts: Counts, budget: StepBudget) -> None:
-        self._engine = engine
-        self._counts = counts
-        self._budget = budget
-        self._block_tokens = engine.capabilities.block_tokens
-        self._can_truncate = engine.capabilities.can_truncate
-
-    def advance(self, requantisation: Requantisation, kv_type: KvType) -> bool:
-        """Return True when everything is copied and the source is closed. Raises NoMemory."""
-        source = requantisation.source
-        try:
-            if requantisation.into is None:
-                requantisation.into = self._engine.sequences.open(
-                    exact=source.exact, kv_type=kv_type
-                )
-            while requantisation.into.length < source.length:
-                if self._budget.is_spent:
-                    return False
-                self._move_block(source, requantisation.into)
-        except PoolFull:
-            return False  # wait until other turns end
-        self._engine.sequences.close(source)
-        return True
-
-    def _move_block(self, source: Sequence, into: Sequence) -> None:
-        start = into.length
-        stop = min(start + self._block_tokens, source.length)
-        resumable = stop == source.length and not self._can_truncate
-        blob = self._engine.sequences.export(source, start, stop, resumable=resumable)
-        small = self._engine.sequences.requantise(
-            blob, stop - start, source.kv_type, into.kv_type, resumable=resumable
-        )
-        self._engine.sequences.restore(into, small, stop - start, resumable=resumable)
-        self._counts.transcoded_bytes += len(blob)
-        self._counts.transcoded_tokens += stop - start
-
-
 class Admission:
     """Takes a turn from its plan to a sequence that holds the reused prefix."""
 
     def __init__(self, engine: Engine, store: Store, planner: Planner, kv: KvManager) -> None:
-        self._engine = engine
+        self._sequences = engine.sequences
         self._capabilities = engine.capabilities
         self._store = store
         self._planner = planner
         self._kv = kv
         self._idle = kv.idle
-        self._requantiser = Requantiser(engine, kv.counts, kv.budget)
 
     def plan(self, turn: Turn, running: list[Turn], *, parked: bool = True) -> Plan[Sequence]:
         """Find the longest reusable prefix, and set the KV format that the turn starts with.
@@ -164,11 +119,11 @@ class Admission:
         if source is not None and self._idle.supersede(source, shared_tokens, kv_format.namespace):
             turn.sequence = source
         else:
-            turn.sequence = self._engine.sequences.open(
+            turn.sequence = self._sequences.open(
                 exact=turn.request.exact, kv_type=kv_format.kv_type
             )
             if source is not None:
-                self._engine.sequences.share(source, shared_tokens, turn.sequence)
+                self._sequences.share(source, shared_tokens, turn.sequence)
         turn.restoration = self._kv.restorer.begin(plan)
 
     def restore(self, turn: Turn) -> bool:
@@ -193,7 +148,7 @@ class Admission:
         turn.problem = restoration.problem or turn.problem
         turn.plans += 1
         if not self._truncate(turn, sequence, plan) and turn.plans < 3:  # else it starts at 0
-            self._engine.sequences.close(sequence)
+            self._sequences.close(sequence)
             turn.sequence = None
             return None
         self._kv.restorer.count_use(restoration, turn.lookup.write_back)
@@ -220,12 +175,39 @@ class Admission:
             max_idle = self._kv.max_sequences - len(shared) - 1
             if not idle.make_room(needed, max_idle) and (shared or len(idle)):
                 return False
-        if not self._requantiser.advance(requantisation, target.kv_type):
+        if not self._copy(requantisation, target.kv_type):
             return False
         turn.sequence, turn.kv_format = requantisation.into, target
         turn.requantisation = turn.requantise_at = None
         turn.offloaded = Offloaded(0, target.namespace)
         return True
+
+    def _copy(self, requantisation: Requantisation, kv_type: KvType) -> bool:
+        """Copy the sequence block by block. Returns True when its source is closed."""
+        source = requantisation.source
+        try:
+            if requantisation.into is None:
+                requantisation.into = self._sequences.open(exact=source.exact, kv_type=kv_type)
+            while requantisation.into.length < source.length:
+                if self._kv.budget.is_spent:
+                    return False
+                self._copy_block(source, requantisation.into)
+        except PoolFull:
+            return False  # wait until other turns end
+        self._sequences.close(source)
+        return True
+
+    def _copy_block(self, source: Sequence, into: Sequence) -> None:
+        start = into.length
+        stop = min(start + self._capabilities.block_tokens, source.length)
+        resumable = stop == source.length and not self._capabilities.can_truncate
+        blob = self._sequences.export(source, start, stop, resumable=resumable)
+        small = self._sequences.requantise(
+            blob, stop - start, source.kv_type, into.kv_type, resumable=resumable
+        )
+        self._sequences.restore(into, small, stop - start, resumable=resumable)
+        self._kv.counts.transcoded_bytes += len(blob)
+        self._kv.counts.transcoded_tokens += stop - start
 
     def _truncate(self, turn: Turn, sequence: Sequence, plan: Plan[Sequence]) -> bool:
         """Truncate to where the turn can resume. False: the planned checkpoint is gone."""
@@ -236,7 +218,7 @@ class Admission:
             keep = 0
         else:
             keep = self._whole_steps(turn, sequence.length)
-        self._engine.sequences.truncate(sequence, keep)
+        self._sequences.truncate(sequence, keep)
         return is_whole or self._capabilities.can_truncate
 
     def _whole_steps(self, turn: Turn, tokens: int) -> int:

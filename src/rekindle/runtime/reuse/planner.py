@@ -60,7 +60,7 @@ class Planner:
         """
         precision, usable = turn.precision, len(turn.tokens) - 1
         default, target, start = precision.default, precision.target, precision.start_tokens
-        if target is None or not precision.reaches_target(len(turn.tokens)):
+        if target is None or precision.format_at(len(turn.tokens)) == default:
             plan = self.plan(turn, default, live(default), usable)
             return Route(plan, default, None if target is None else start)
         quantised = self.plan(turn, target, live(target), usable)

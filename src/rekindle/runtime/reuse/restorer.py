@@ -6,7 +6,7 @@ fetched blocks, a deadline limits the wait for a tier, and each step restores wi
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -57,15 +57,15 @@ class CostGate:
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._computing: dict[int, _Fastest] = {}  # by the bit length of the depth
+        self._computing: defaultdict[int, _Fastest] = defaultdict(_Fastest)  # by log2 of the depth
         self._restoring = _Fastest()
-        self._reading: dict[str, _Fastest] = {}  # by tier
+        self._reading: defaultdict[str, _Fastest] = defaultdict(_Fastest)  # by tier
         self._cuts = 0  # plans that were cut, or restored whole to measure again
 
     def learn_computing(self, depth: int, rows: int, took_s: float) -> None:
         """Record a step that computed only `rows` tokens of one prompt, after `depth` tokens."""
         if rows >= 64:  # a smaller step does not show the speed of prefill
-            self._computing.setdefault(depth.bit_length(), _Fastest()).learn(rows, took_s)
+            self._computing[depth.bit_length()].learn(rows, took_s)
 
     def learn_restoring(self, size_bytes: int, took_s: float) -> None:
         if size_bytes >= MIN_TRANSFER_BYTES:
@@ -74,7 +74,7 @@ class CostGate:
     def learn_reading(self, tier: str, size_bytes: int, took_s: float) -> None:
         """Record a transfer from a lower tier into memory."""
         if size_bytes >= MIN_TRANSFER_BYTES:
-            self._reading.setdefault(tier, _Fastest()).learn(size_bytes, took_s)
+            self._reading[tier].learn(size_bytes, took_s)
 
     def apply(self, plan: Plan[Sequence], *, may_cut: bool) -> Plan[Sequence]:
         """Remove the blocks at the end of the plan that are faster to compute.
@@ -118,9 +118,7 @@ class CostGate:
 
         A window is restored while the next one is read, so the slower of the two counts.
         """
-        restoring = self._restoring.known or 0.0
-        reading = self._reading[tier].known if tier in self._reading else None
-        return max(restoring, reading or 0.0)
+        return max(self._restoring.known or 0.0, self._reading[tier].known or 0.0)
 
 
 class Restorer:
@@ -249,13 +247,10 @@ class Restorer:
             self._drop(window, restoration, restoration.problem)
             self._read_ahead(restoration)
             if not restoration.fetches:
-                self._learn_reading(window.tier, restoration)
-
-    def _learn_reading(self, tier: str, restoration: Restoration) -> None:
-        """Measure the tier over all windows. They are read in parallel and while others are
-        restored, so the time of a single window means nothing."""
-        took_s = self._now_s() - restoration.reads_since_s
-        self._cost_gate.learn_reading(tier, restoration.read_bytes, took_s)
+                # Windows are read in parallel and while others are restored, so only the total
+                # time shows the speed of the tier.
+                took_s = self._now_s() - restoration.reads_since_s
+                self._cost_gate.learn_reading(window.tier, restoration.read_bytes, took_s)
 
     def _drop(self, window: Fetch, restoration: Restoration, problem: Reason | None) -> None:
         restoration.fetches.remove(window)

@@ -125,9 +125,7 @@ class Pins:
         limit = self._conversations.pin_limit_bytes
         for entries, limit_bytes in ((pinned, limit), (own, limit // len(tenants))):
             needed = self._conversations.lasting_bytes(
-                [*entries, candidate],
-                self._kv_layout.token_bytes,
-                self._kv_layout.checkpoint_bytes,
+                [*entries, candidate], self._kv_layout.token_bytes, self._kv_layout.checkpoint_bytes
             )
             if needed > limit_bytes or not self._entries.budget.has_room:
                 raise NoRoomForPins(
