@@ -86,7 +86,7 @@ def root(house: House) -> str:
 
 
 def test_the_log_states_the_kv_type(house: House) -> None:
-    assert "KV cells are q8_0 (8 bits)" in house.server.log.read_text()
+    assert "KV cache type: q8_0 (8 bits)" in house.server.log.read_text()
 
 
 def test_a_project_is_warm_for_its_first_user(house: House, root: str) -> None:

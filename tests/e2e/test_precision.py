@@ -132,6 +132,6 @@ def test_a_server_answers_in_several_precisions_concurrently_and_after_a_restart
             assert (report["kv_bits"], report.get("kv_group_size")) == expected
             assert report["reused_tokens"] >= (29 if start else 0)
         log = server.log.read_text()
-        assert "KV cells have 8 bits after 40 tokens" in log
+        assert "KV cache of turns with more than 40 tokens: 8 bits" in log
         said.append(answers[3]["choices"][0]["text"])  # the exact answer
     assert said[0] == said[1]
