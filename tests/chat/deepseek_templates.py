@@ -1,8 +1,8 @@
-"""DeepSeek's chat templates, as far as they bear on calls and results."""
+"""DeepSeek's chat templates, reduced to calls and results."""
 
 
 def _wide(template: str) -> str:
-    """DeepSeek's markers have a line of full width."""
+    """Encloses DeepSeek's markers in full-width lines."""
     return template.replace("<|", "<\uff5c").replace("|>", "\uff5c>")
 
 

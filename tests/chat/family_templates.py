@@ -1,5 +1,4 @@
-"""Chat templates as families of models have them: the same markers, order of parts and blanks, and
-nothing that does not bear on how calls and results are shown."""
+"""Chat templates of model families, reduced to what shows calls and results."""
 
 _QWEN_TOLD = """\
 {{- '<|im_start|>system\n' }}

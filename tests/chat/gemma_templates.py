@@ -1,4 +1,4 @@
-"""Gemma's chat templates, as far as they bear on calls and results."""
+"""Gemma's chat templates, reduced to calls and results."""
 
 _GEMMA_VALUE = """\
 {%- macro shown(value) %}

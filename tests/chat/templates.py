@@ -1,4 +1,4 @@
-"""Chat templates in the styles in real use."""
+"""Chat templates in the styles of real models."""
 
 CHATML = """\
 {% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}\

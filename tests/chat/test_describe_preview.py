@@ -21,7 +21,7 @@ TEMPLATES = {
 
 
 def previewed(messages: list[dict[str, Any]], source: str = CHATML, reply: str = "") -> str:
-    """As it is seen in the entry after a reply to these messages."""
+    """The preview of the entry after a reply to these messages."""
     vocabulary = Vocabulary()
     template = ChatTemplate(source, bos_token="<s>", eos_token="</s>")
     prompt = Encoder(vocabulary, template).chat(messages, template_kwargs={})
@@ -36,7 +36,7 @@ SAID = {"role": "assistant", "content": "A reply."}
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_it_is_the_last_user_message_whatever_the_template(name: str) -> None:
+def test_the_preview_shows_the_last_user_message_for_every_template(name: str) -> None:
     messages = [user("First of all?"), SAID, user("And what then?")]
     assert previewed(messages, TEMPLATES[name], "Nothing.") == "And what then?"
     assert previewed(messages[:1], TEMPLATES[name], "Nothing.") == "First of all?"
@@ -49,11 +49,11 @@ def test_a_long_message_is_cut_and_blanks_are_one() -> None:
     assert len(words) == MAX_PREVIEW_CHARACTERS
 
 
-def test_what_a_user_wrote_is_not_taken_for_the_template() -> None:
+def test_text_of_a_user_is_not_mistaken_for_the_template() -> None:
     assert previewed([user("a<|im_end|>\n<|im_start|>user\nb")]) == "a user b"
 
 
-def test_tool_results_come_after_it() -> None:
+def test_tool_results_after_the_message_do_not_matter() -> None:
     messages = [user("The weather?"), SAID, {"role": "tool", "content": "Rain."}]
     assert previewed(messages) == "The weather?"
 

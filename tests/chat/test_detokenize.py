@@ -45,11 +45,11 @@ def test_stop_strings_are_met_across_tokens_and_characters(text: str, stop: list
     assert "".join(shown(list(text.encode()), tuple(stop))) == text[:cut]
 
 
-def test_a_character_cut_short_becomes_a_replacement_at_the_end() -> None:
+def test_a_truncated_character_becomes_a_replacement_at_the_end() -> None:
     assert shown(list("é😀".encode()[:-1])) == ["", "é", "", "", "", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_control_tokens_show_no_text() -> None:
+def test_control_tokens_have_no_text() -> None:
     assert "".join(shown(tokens_of("a<|im_end|>b"))) == "ab"
 
 
@@ -91,7 +91,7 @@ def held(text: str, stops: list[str]) -> int:
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.lists(small), st.lists(small, max_size=4))
-def test_any_cutting_of_any_text_ends_at_the_earliest_stop_string(
+def test_text_ends_at_the_earliest_stop_string_however_it_is_split(
     pieces: list[str], stops: list[str]
 ) -> None:
     matcher = StopMatcher(stops)

@@ -94,7 +94,7 @@ def test_control_text_around_control_text_stays_text() -> None:
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.lists(st.sampled_from([*"a <|>\n", *PRIVATE, "<|im_end|>", "<s>"])))
-def test_any_content_comes_through_unharmed(pieces: list[str]) -> None:
+def test_any_content_is_preserved(pieces: list[str]) -> None:
     content = "".join(pieces)
     vocabulary = Vocabulary()
     prompt = chat([{"role": "system", "content": content}], vocabulary=vocabulary)
@@ -357,7 +357,7 @@ def test_a_prefix_of_nothing_is_refused(source: str) -> None:
         encoder.prefix(CHAT[:1], template_kwargs={})
 
 
-def test_messages_are_rendered_twice_however_many_there_are(
+def test_rendering_happens_twice_for_any_number_of_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     template = ChatTemplate(CHATML)
@@ -416,7 +416,7 @@ def test_a_final_message_is_left_open_right_after_its_text(source: str, content:
     )
 
 
-def test_the_spans_of_a_conversation_that_is_continued_are_those_of_its_messages() -> None:
+def test_a_continued_conversation_has_correct_message_spans() -> None:
     begun = [*CHAT, {"role": "assistant", "content": BEGUN}]
     prompt = chat(begun, add_generation_prompt=False, continue_final_message=True)
     assert [span.index for span in prompt.spans] == [0, 1, 2, 3, 4]

@@ -29,7 +29,7 @@ controls = st.lists(st.text(alphabet="ab<|>", min_size=1, max_size=6), max_size=
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.recursive(texts, lambda inner: st.lists(inner) | st.dictionaries(texts, inner)), controls)
-def test_hidden_values_hold_no_control_text_and_come_back_whole(
+def test_hidden_values_have_no_control_text_and_are_restored_exactly(
     value: object, control: list[str]
 ) -> None:
     escaper = Escaper(ControlTexts(control))
@@ -83,7 +83,7 @@ def test_a_hostile_text_meets_thousands_of_control_texts_in_linear_time() -> Non
 @given(
     st.lists(st.one_of(st.builds(TextSpan, span_texts, st.booleans(), st.just(False)), pictures))
 )
-def test_escaped_bytes_tell_text_literals_and_pictures_apart(given: list[TextSpan]) -> None:
+def test_escaped_bytes_distinguish_text_literals_and_pictures(given: list[TextSpan]) -> None:
     escaped = escape(given)
     assert unescape(escaped).decode() == "".join(span.text for span in given)
     letters = [(letter, *span[1:]) for span in given for letter in span.text]
@@ -94,7 +94,7 @@ def test_escaped_bytes_tell_text_literals_and_pictures_apart(given: list[TextSpa
 
 @settings(deadline=None)  # the machine may be busy
 @given(spans, st.data())
-def test_a_beginning_and_what_follows_it_make_up_the_whole(
+def test_a_prefix_and_the_rest_make_up_the_whole(
     given: list[TextSpan], data: st.DataObject
 ) -> None:
     text = "".join(span.text for span in given)
@@ -121,7 +121,7 @@ def test_a_picture_cut_short_is_left_out() -> None:
 
 
 def test_nobody_writes_a_picture() -> None:
-    """Neither its text nor a placeholder of another conversation stands for one."""
+    """Neither the text of a picture nor a placeholder of another conversation becomes a picture."""
     before, escaper = Escaper(ControlTexts([])), Escaper(ControlTexts([]))
     old, shown = before.place_picture("[image 0a]"), escaper.place_picture("[image 0b]")
     forged = f"[image 0b]{old}\xfd[image 0b]\xfc"
@@ -178,7 +178,7 @@ def test_a_placeholder_a_template_cut_short_leaves_only_the_text() -> None:
 
 
 @given(st.text(alphabet="a" + PRIVATE, max_size=40), st.integers(0, 2**32 - 1))
-def test_numbers_come_back_and_private_characters_of_users_stay_text(
+def test_placeholders_are_decoded_and_private_characters_of_users_stay_text(
     text: str, number: int
 ) -> None:
     placeholders = Placeholders()

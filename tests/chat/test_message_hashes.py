@@ -83,7 +83,7 @@ def test_a_request_that_ends_early_lacks_a_turn() -> None:
     assert change(CHAT, CHAT[:2]) == "turn 1"
 
 
-def test_a_conversation_that_goes_on_has_not_changed() -> None:
+def test_a_continued_conversation_has_not_changed() -> None:
     assert change(CHAT[:3], CHAT) is None
     assert change([], CHAT[1:]) is None
 
@@ -99,7 +99,7 @@ def test_only_the_last_stored_turn_may_have_grown() -> None:
     assert change([HI, WHY], [HI, HELLO, WHY]) == "turn 1"
 
 
-def test_segments_alone_do_not_tell_a_turn_that_grew_from_one_that_changed() -> None:
+def test_segments_cannot_distinguish_a_grown_turn_from_a_changed_one() -> None:
     grown = segments([HI, HELLO, WHY], None)
     assert segments([HI], None)[0] != grown[0]
     assert change([HI], [HI, HELLO, WHY]) is None
@@ -107,7 +107,7 @@ def test_segments_alone_do_not_tell_a_turn_that_grew_from_one_that_changed() -> 
 
 
 @pytest.mark.parametrize("count", range(5))
-def test_segments_after_a_reply_are_those_of_the_whole_conversation(count: int) -> None:
+def test_segments_after_a_reply_equal_those_of_the_whole_conversation(count: int) -> None:
     talk = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi"},
@@ -133,8 +133,8 @@ def test_a_reply_s_keys_and_fingerprint_are_those_of_the_whole_conversation(coun
     assert whole.as_sent().reply_keys == ()
 
 
-def test_hashes_are_those_that_earlier_versions_stored() -> None:
-    """Entries on disk hold them: other values would orphan what is stored."""
+def test_hashes_equal_those_that_earlier_versions_stored() -> None:
+    """Entries on disk contain the hashes. Other values would orphan these entries."""
     arguments = '{"b": 1.0, "a": "\\u00e9"}'
     call = {"id": "c1", "type": "function"} | {
         "function": {"name": "weather", "arguments": arguments}
@@ -200,7 +200,7 @@ def test_a_message_is_known_by_its_role_length_and_both_ends(role: str) -> None:
     assert one("other", LONG) != known
 
 
-def test_a_reply_is_known_by_its_end_alone() -> None:
+def test_a_fingerprint_depends_only_on_the_end_of_a_reply() -> None:
     known = one("assistant", LONG)
     assert one("assistant", "<think>much</think>" + LONG) == known
     assert one("assistant", LONG[-32:]) == known
@@ -236,7 +236,7 @@ def test_half_a_character_has_a_fingerprint() -> None:
     assert one("user", "\ud800") != one("user", "?")
 
 
-def test_a_request_continues_what_came_before_its_last_user_message() -> None:
+def test_the_previous_fingerprint_ends_before_the_last_user_message() -> None:
     talk = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "1"},
@@ -283,14 +283,14 @@ def test_a_reply_has_a_key_for_each_call_and_one_for_all_that_was_said() -> None
     assert keys[2].startswith("said:")
 
 
-def test_the_key_of_what_was_said_is_the_same_however_it_is_written() -> None:
+def test_history_keys_are_equal_in_any_json_formatting() -> None:
     one = history_key(HI, reply(("f", '{"b":1,"a":2}'), reasoning_content="Hm."))
     other = reply(("f", '{"a": 2, "b": 1.0}'), content="")
     other["tool_calls"][0]["id"] = "another"
     assert history_key(HI, other) == one
 
 
-def test_the_key_of_what_was_said_depends_on_everything_before() -> None:
+def test_history_keys_depend_on_all_earlier_messages() -> None:
     messages = [HI, reply(("f", "{}")), {"role": "tool", "content": "x"}, reply(("g", "{}"))]
     edits: list[tuple[int, dict[str, Any]]] = [
         (0, {"role": "user", "content": "Ho"}),
@@ -317,7 +317,7 @@ def test_messages_never_run_into_each_other(one: list[str], other: list[str]) ->
 
 
 @pytest.mark.parametrize("arguments", ["", " ", "{}", {}])
-def test_a_call_without_arguments_is_the_same_however_that_is_written(arguments: Any) -> None:
+def test_a_call_without_arguments_has_one_key_in_any_form(arguments: Any) -> None:
     assert history_key(HI, reply(("f", arguments))) == history_key(HI, reply(("f", "{}")))
 
 

@@ -33,7 +33,7 @@ def test_reasoning_is_found_by_each_of_its_names(field: str) -> None:
     assert reasoning_text({field: 7}) == reasoning_text({}) == ""
 
 
-def test_arguments_have_one_value_however_they_are_written() -> None:
+def test_equal_arguments_have_equal_values() -> None:
     written: list[Any] = ['{"a": 1.0, "b": [2]}', ' {"b":[2.0],"a":1}', {"b": [2], "a": 1.0}]
     calls = [{"function": {"name": "f", "arguments": each}} for each in written]
     assert call_values({"tool_calls": calls}) == [["f", [{"a": 1, "b": [2]}]]] * 3
@@ -68,12 +68,12 @@ def calling(arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("arguments", ["{not json", '{"a": NaN}', '{"a": 1e999}', "[1]", "7"])
-def test_what_is_no_object_stays_the_string_it_was(arguments: str) -> None:
+def test_arguments_that_are_not_an_object_stay_a_string(arguments: str) -> None:
     message = with_parsed_arguments(calling(arguments))
     assert message["tool_calls"][0]["function"]["arguments"] == arguments
 
 
-def test_what_is_nested_too_deep_stays_a_string() -> None:
+def test_deeply_nested_arguments_stay_a_string() -> None:
     for depth in (60, 100_000):
         arguments = '{"a":' + "[" * depth + "]" * depth + "}"
         message = with_parsed_arguments(calling(arguments))

@@ -1,4 +1,4 @@
-"""Pictures in prompts: where they stand, whatever the template, and what is known again of them."""
+"""Pictures in prompts are rendered in place by every template and recovered from ids."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def shown(prompt: Prompt) -> bytes:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_picture_takes_its_place_whatever_the_template(source: str) -> None:
+def test_every_template_renders_a_picture_in_its_place(source: str) -> None:
     prompt = chat([user("Look: ", image(ONE), " and ", image(OTHER), image(ONE), "what?")], source)
     assert b"Look: <1> and <2><1>what?" in shown(prompt)
     assert b"vision_start" not in shown(prompt)
@@ -92,7 +92,7 @@ def test_a_message_begins_and_ends_with_its_pictures(source: str) -> None:
 
 @pytest.mark.parametrize("control", [*CONTROL, "<__media__>", picture_text(ONE)])
 def test_text_next_to_a_picture_stays_text(control: str) -> None:
-    """Halves of a control text, too, though the picture between them is none."""
+    """This includes halves of a control text on both sides of a picture."""
     vocabulary = Vocabulary()
     half = len(control) // 2
     for parts in ((control, image(ONE)), (control[:half], image(ONE), control[half:])):
@@ -115,7 +115,7 @@ def test_a_part_that_is_neither_text_nor_a_picture_is_refused() -> None:
         chat([user(image(ONE), {"type": "audio"})])
 
 
-def test_image_parts_and_pictures_have_to_be_as_many() -> None:
+def test_image_parts_and_pictures_must_be_equal_in_number() -> None:
     messages = [user({"type": "image"}, "a", {"type": "image"}), {"role": "user", "content": "b"}]
     named = with_digests(messages, [ONE, OTHER])
     assert named == [user(image(ONE), "a", image(OTHER)), {"role": "user", "content": "b"}]
@@ -127,7 +127,7 @@ def test_image_parts_and_pictures_have_to_be_as_many() -> None:
 
 
 def continued(first: Prompt, reply: bytes, vocabulary: Vocabulary) -> KnownPrefix:
-    """What is remembered after a reply; from disk, so with ids alone."""
+    """The known prefix after a reply, as it is read from disk: only ids, no pictures."""
     encoder = Encoder(vocabulary, TEMPLATES[CHATML])
     known = encoder.known_after(first, list(reply), reply.decode())
     assert known is not None
@@ -158,7 +158,7 @@ def test_a_prefix_with_another_picture_is_not_known() -> None:
     assert chat(messages, recall=lambda _escaped: lying).known_tokens == 0
 
 
-def test_what_all_conversations_begin_with_may_end_with_a_picture() -> None:
+def test_a_shared_prefix_may_end_with_a_picture() -> None:
     encoder = Encoder(Vocabulary(), TEMPLATES[CHATML])
     system = {**user("Be brief.", image(ONE)), "role": "system"}
     prefix = encoder.prefix([system], template_kwargs={}, pictures=PICTURES)
@@ -170,7 +170,7 @@ def test_what_all_conversations_begin_with_may_end_with_a_picture() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([ONE, OTHER, None]), max_size=6), st.data())
-def test_media_are_found_again_in_ids_alone(order: list[str | None], data: st.DataObject) -> None:
+def test_pictures_are_recovered_from_ids(order: list[str | None], data: st.DataObject) -> None:
     tokens = Tokens()
     for digest in order:
         text = Tokens.of(data.draw(st.lists(st.integers(0, 99), max_size=3)))
@@ -205,7 +205,7 @@ def test_a_preview_says_that_there_is_a_picture() -> None:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_conversation_with_pictures_goes_on_as_one_that_is_encoded_whole(source: str) -> None:
+def test_a_continued_conversation_with_pictures_encodes_like_a_new_one(source: str) -> None:
     encoder = Encoder(Vocabulary(), TEMPLATES[source])
     messages, earlier = [user("Look: ", image(ONE))], None
     for reply, question in (("A cat.", user("And ", image(OTHER), "?")), ("<s>", user("Why?"))):

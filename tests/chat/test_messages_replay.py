@@ -1,4 +1,4 @@
-"""A reply is recognised by what it says, and by nothing else."""
+"""A reply is recognised by its text and calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reply(*calls: tuple[str, Any], content: str | None = None, **fields: Any) ->
 
 
 @given(objects, st.booleans(), st.sampled_from([None, 2]), st.randoms(use_true_random=False))
-def test_arguments_are_the_same_however_they_are_written(
+def test_equal_arguments_match_in_any_json_formatting(
     value: dict[str, Any], ascii_only: bool, indent: int | None, chance: Any
 ) -> None:
     names = list(value)
@@ -77,7 +77,7 @@ def test_values_that_look_alike_are_not_the_same(one: str, other: str) -> None:
     assert same_message(reply(("f", one)), reply(("f", one)))
 
 
-def test_what_is_no_json_is_compared_as_it_is() -> None:
+def test_arguments_that_are_not_json_are_compared_as_text() -> None:
     assert same_message(reply(("f", "{cut off")), reply(("f", "{cut off")))
     assert same_message(reply(("f", "")), reply(("f", "{}")))
 
@@ -93,7 +93,7 @@ def test_content_reasoning_and_order_count() -> None:
     assert not same_message({**original, "tool_calls": original["tool_calls"][:1]}, original)
 
 
-def test_what_is_restored_is_named() -> None:
+def test_restored_parts_are_named() -> None:
     original = reply(("f", '{"b":1,"a":2}'), reasoning_content="Hm.")
     assert restored(original, original)[1] == []
     assert restored(reply(("f", '{"a":2,"b":1}'), reasoning_content="Hm."), original)[1] == [
@@ -103,7 +103,7 @@ def test_what_is_restored_is_named() -> None:
 
 
 @pytest.mark.parametrize("calls", [None, "x", [None], [{}], [{"function": 7}], [{"function": {}}]])
-def test_calls_of_no_shape_are_no_reply(calls: Any) -> None:
+def test_malformed_calls_match_no_reply(calls: Any) -> None:
     strange = {"role": "assistant", "tool_calls": calls}
     assert not same_message(strange, reply(("f", "{}")))
 
@@ -111,7 +111,7 @@ def test_calls_of_no_shape_are_no_reply(calls: Any) -> None:
 # -- places --------------------------------------------------------------------------------------
 
 
-def test_a_reply_ends_at_an_end_token_of_the_template_and_at_no_other() -> None:
+def test_a_reply_ends_only_at_an_end_token_of_the_template() -> None:
     ends = EndMarkers(["<|im_end|>", "<|eot|>"])
     escaped = escape(
         [

@@ -1,4 +1,4 @@
-"""Known volatile headers are removed and tools are put in order; nothing else changes."""
+"""Normalising removes known volatile headers, sorts tools and changes nothing else."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_part_or_a_message_that_is_only_a_header_goes_with_it() -> None:
 
 
 @pytest.mark.parametrize(("name", "one", "other", "normalised_to"), SEEN)
-def test_what_a_user_writes_or_quotes_is_left_alone(
+def test_text_that_a_user_writes_or_quotes_stays_unchanged(
     name: str, one: str, other: str, normalised_to: str
 ) -> None:
     histories: list[list[dict[str, Any]]] = [
@@ -115,7 +115,7 @@ def test_what_a_user_writes_or_quotes_is_left_alone(
         "You are an AI agent called goose" + " and so on" * 10_000,
     ],
 )
-def test_what_has_another_shape_is_left_alone(content: object) -> None:
+def test_other_content_stays_unchanged(content: object) -> None:
     assert without_headers([system(content)]) == ([system(content)], [])
 
 
@@ -127,7 +127,7 @@ def tool(name: str, parameters: Any = None) -> dict[str, Any]:
 
 
 @given(st.permutations([tool(name) for name in ("read", "write", "list", "grep")]))
-def test_tools_come_by_their_names(tools: list[Any]) -> None:
+def test_tools_are_sorted_by_name(tools: list[Any]) -> None:
     assert [each["function"]["name"] for each in ordered_tools(tools)] == [
         *("grep", "list", "read", "write")
     ]
@@ -152,20 +152,20 @@ def test_keywords_have_a_fixed_order_at_any_depth() -> None:
 
 
 def test_properties_stay_as_their_author_has_them() -> None:
-    """A model fills arguments in the order of the schema: reasoning first, then the answer."""
+    """A model fills in arguments in the order of the schema, for example reasoning first."""
     schema = {"type": "object", "properties": {"thought": {}, "answer": {}, "type": {}}}
     [after] = ordered_tools([tool("f", schema)])
     assert list(after["function"]["parameters"]["properties"]) == ["thought", "answer", "type"]
 
 
-def test_values_are_no_keywords() -> None:
+def test_values_are_not_mistaken_for_keywords() -> None:
     schema = {"default": {"z": 1, "type": 2}, "enum": ["z", "a"], "const": {"z": 1, "a": 2}}
     [after] = ordered_tools([tool("f", schema)])
     assert json.dumps(after["function"]["parameters"]["default"]) == '{"z": 1, "type": 2}'
     assert after["function"]["parameters"]["enum"] == ["z", "a"]
 
 
-def test_what_is_no_definition_is_passed_on() -> None:
+def test_malformed_tools_are_passed_on() -> None:
     strange: list[Any] = ["x", {"type": "web_search"}, {"function": 7}, tool("f")]
     assert sorted(map(json.dumps, ordered_tools(strange))) == sorted(map(json.dumps, strange))
 
@@ -180,7 +180,7 @@ def test_a_request_is_normalised_as_a_whole() -> None:
 
 
 @pytest.mark.parametrize("tools", [None, []])
-def test_a_request_that_is_nothing_but_a_header_is_left_alone(tools: list[Any] | None) -> None:
+def test_a_request_with_only_a_header_stays_unchanged(tools: list[Any] | None) -> None:
     messages = [system("x-anthropic-billing-header: a=1;")]
     assert normalise(messages, tools) == (messages, tools, [])
 

@@ -1,4 +1,4 @@
-"""The day goes from dates that agents announce, where that is asked for, and from nothing else."""
+"""The `dates` normaliser removes the day from dates that agents announce, and from no others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_announced_day_becomes_its_month(text: str, without: str, role: str) 
         "<system-reminder>\nToday's date is {}.\n</system-reminder>",
     ],
 )
-def test_what_an_agent_puts_into_a_users_message_is_shortened_and_what_the_user_wrote_is_not(
+def test_dates_are_shortened_in_an_agents_context_but_not_in_the_users_words(
     context: str,
 ) -> None:
     said = "\nToday's date is 2026-11-16, they say."
@@ -68,16 +68,16 @@ def test_what_an_agent_puts_into_a_users_message_is_shortened_and_what_the_user_
         "Today's date is " + "November" * 20_000,
     ],
 )
-def test_what_announces_no_day_is_left_alone(content: Any) -> None:
+def test_text_that_announces_no_day_stays_unchanged(content: Any) -> None:
     assert changed(content) == content
 
 
-def test_what_comes_after_the_first_reply_is_left_alone() -> None:
+def test_messages_after_the_first_reply_stay_unchanged() -> None:
     later = [USER, {"role": "assistant", "content": "Hm."}, {**USER, "role": "system"}]
     assert without_days(later) == (later, False)
 
 
-def test_it_is_done_where_it_is_asked_for_alone() -> None:
+def test_the_normaliser_is_off_by_default() -> None:
     messages = [{"role": "system", "content": "Today's date is 2026-11-16"}, USER]
     assert normalise(messages, None).messages == messages
     normalised = normalise(messages, None, ["dates"])

@@ -1,4 +1,4 @@
-"""Session ids in paths of a system prompt go where that is asked for, and nothing else does."""
+"""The `session-paths` normaliser replaces session ids in paths of a system prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def changed(content: Any, role: str = "system") -> Any:
     ],
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_an_id_in_a_path_becomes_a_stand_in(text: str, without: str, role: str) -> None:
+def test_a_session_id_in_a_path_is_replaced(text: str, without: str, role: str) -> None:
     assert without in changed(text, role)
     parts = [{"type": "text", "text": "First."}, {"type": "text", "text": text}]
     assert without in changed(parts, role)[1]["text"]
@@ -54,16 +54,16 @@ def test_an_id_in_a_path_becomes_a_stand_in(text: str, without: str, role: str) 
         f"/{ONE[:-1]}" * 5_000,
     ],
 )
-def test_what_is_no_session_path_is_left_alone(content: Any) -> None:
+def test_other_paths_stay_unchanged(content: Any) -> None:
     assert changed(content) == content
 
 
-def test_what_a_user_writes_is_left_alone() -> None:
+def test_text_of_a_user_stays_unchanged() -> None:
     later = [USER, {"role": "system", "content": f"/a/{ONE}/b"}]
     assert without_session_paths(later) == (later, False)
 
 
-def test_it_is_done_where_it_is_asked_for_alone() -> None:
+def test_the_normaliser_is_off_by_default() -> None:
     messages = [{"role": "system", "content": f"/a/{ONE}/b"}, USER]
     assert normalise(messages, None).messages == messages
     normalised = normalise(messages, None, ["session-paths"])

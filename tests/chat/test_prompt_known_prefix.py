@@ -41,7 +41,7 @@ stops = st.lists(st.sampled_from(["b", "o th", "\n", "本", "|>", "😀", "Hello
 
 @st.composite
 def sampled(draw: st.DrawFn) -> list[int]:
-    """A reply: text in odd pieces, perhaps cut in mid-character, perhaps with stray tokens."""
+    """A reply in unusual pieces, possibly cut inside a character or with stray tokens."""
     rng = draw(st.randoms(use_true_random=False))
     reply = odd_pieces(draw(texts).encode(), rng)
     if draw(st.booleans()):
@@ -61,7 +61,7 @@ def odd_pieces(text: bytes, rng: random.Random) -> list[int]:
 
 
 def shown(tokenizer: Tokenizer, reply: Sequence[int], stop: Sequence[str] = ()) -> str:
-    """What the client gets of a reply."""
+    """The text of a reply that the client gets."""
     stream, text = Detokenizer(tokenizer, stop), ""
     for token in reply:
         text += stream.push(token)
@@ -83,7 +83,7 @@ def message(role: str, content: Any) -> dict[str, Any]:
 
 
 def spelling(vocabulary: Vocabulary, prompt: Prompt) -> bytes:
-    """What the tokens spell, less a BOS that no text asked for."""
+    """The text of the tokens, without an added BOS."""
     pieces = [vocabulary.piece(token, special=True) for token in prompt.tokens]
     if vocabulary.add_bos and not prompt.escaped.startswith(b"<s>"):
         pieces = pieces[1:]
@@ -91,7 +91,7 @@ def spelling(vocabulary: Vocabulary, prompt: Prompt) -> bytes:
 
 
 def bytes_around(vocabulary: Vocabulary, prompt: Prompt, span: MessageSpan) -> tuple[int, int]:
-    """Where the last token of a message begins and ends."""
+    """The byte offsets of the last token of a message."""
     pieces = [vocabulary.piece(token, special=True) for token in prompt.tokens[: span.end]]
     return sum(map(len, pieces[:-1])), sum(map(len, pieces))
 
@@ -170,7 +170,7 @@ def test_a_whole_reply_is_kept_whole(rng: random.Random, text: str) -> None:
 
 @settings(deadline=None)  # the machine may be busy
 @given(st.randoms(use_true_random=False), texts, st.sampled_from([CHATML, HEADERS, PARTS]))
-def test_control_text_that_a_client_writes_never_matches_what_a_template_wrote(
+def test_control_text_of_a_client_never_matches_text_of_the_template(
     rng: random.Random, text: str, source: str
 ) -> None:
     vocabulary = Vocabulary()
@@ -270,8 +270,8 @@ def test_no_space_is_put_into_the_middle_of_a_reply(
     assert rest.replace(b" ", b"") == expected.replace(b" ", b"")
 
 
-def test_replies_of_a_real_vocabulary_come_back_as_they_were_sampled(smollm2_path: Path) -> None:
-    """Tokens at random: what a high temperature does, and worse."""
+def test_replies_of_a_real_vocabulary_keep_their_sampled_tokens(smollm2_path: Path) -> None:
+    """Random tokens are worse than any high temperature."""
     options = EngineOptions(path=smollm2_path, parallel=1, threads=1, context_tokens=512)
     engine = LlamaCppEngine(options)
     try:

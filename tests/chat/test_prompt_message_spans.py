@@ -1,4 +1,4 @@
-"""Spans in bytes and in tokens; tests/chat/test_encode.py has them in whole prompts."""
+"""Message spans in bytes and in tokens. tests/chat/test_encode.py tests them in whole prompts."""
 
 from __future__ import annotations
 

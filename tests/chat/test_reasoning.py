@@ -31,7 +31,7 @@ def test_calls_after_reasoning_are_calls() -> None:
     assert parsed.ended_calls == 1
 
 
-def test_reasoning_that_the_prompt_opened_begins_at_once() -> None:
+def test_reasoning_opened_by_the_prompt_begins_immediately() -> None:
     parsed = parse_reply(QWEN3, "\nHm.\n</think>\n\nHello", opened=True)
     assert parsed.parts == [ReasoningDelta("Hm."), TextDelta("Hello")]
 
@@ -72,7 +72,7 @@ def test_the_parser_knows_whether_it_is_in_reasoning() -> None:
     assert not parser.in_reasoning
 
 
-def test_harmony_reasons_in_analysis_alone() -> None:
+def test_only_the_analysis_channel_of_harmony_is_reasoning() -> None:
     parser = select(None, tool_format="harmony").parser([], calls=True, opened=False)
     parser.push("<|channel|>analysis<|message|>Hm")
     assert parser.in_reasoning
@@ -80,7 +80,7 @@ def test_harmony_reasons_in_analysis_alone() -> None:
     assert not parser.in_reasoning
 
 
-def test_harmony_goes_on_in_reasoning_that_the_prompt_opened() -> None:
+def test_harmony_continues_reasoning_opened_by_the_prompt() -> None:
     parsed = parse_reply(
         "harmony", "Hm<|end|><|start|>assistant<|channel|>final<|message|>Yes", opened=True
     )

@@ -30,7 +30,7 @@ def test_the_generation_prompt_is_left_out_on_request() -> None:
     assert ChatTemplate(CHATML).render([USER], add_generation_prompt=False).endswith("<|im_end|>\n")
 
 
-def test_bos_trim_and_tools_come_out_as_hugging_face_does() -> None:
+def test_bos_trimming_and_tools_match_hugging_face() -> None:
     tool = {"name": "é<b>", "a": 1}
     text = ChatTemplate(HEADERS, bos_token="<|begin_of_text|>").render(
         [{"role": "user", "content": "  hi \n"}], tools=[tool]
@@ -88,7 +88,7 @@ def test_kwargs_reach_the_template() -> None:
 @pytest.mark.parametrize(
     "name", ["bos_token", "eos_token", "range", "namespace", "raise_exception"]
 )
-def test_kwargs_may_not_replace_what_the_server_gives(name: str) -> None:
+def test_kwargs_may_not_replace_variables_of_the_server(name: str) -> None:
     with pytest.raises(BadRequest, match=f"'{name}'") as refusal:
         rendered(CHATML, **{name: "x"})
     assert refusal.value.param == "chat_template_kwargs"
@@ -105,7 +105,7 @@ def test_a_kwarg_with_a_name_of_jinjas_own_is_only_a_variable() -> None:
 
 
 @pytest.mark.parametrize("name", ["unheard_of", "self", "__class__", "_x", "x" * 10_000, "ns"])
-def test_kwargs_that_the_template_does_not_read_are_refused_with_those_it_does(name: str) -> None:
+def test_unknown_kwargs_are_refused_with_a_list_of_known_ones(name: str) -> None:
     with pytest.raises(BadRequest) as refusal:
         ChatTemplate("{% set ns = 1 %}{{ mood }}{{ range(tries) }}").check({"mood": 1, name: 2})
     assert refusal.value.param == "chat_template_kwargs"
@@ -219,7 +219,7 @@ def test_one_thread_running_out_of_time_does_not_stop_another() -> None:
     assert set(texts) == {"done"}
 
 
-def test_developer_messages_are_system_messages_to_templates_that_know_no_developer() -> None:
+def test_developer_messages_become_system_messages_for_templates_without_that_role() -> None:
     developer = {"role": "developer", "content": "Be brief."}
     system = {"role": "system", "content": "Be brief."}
     assert ChatTemplate(CHATML).render([developer, USER]) == (

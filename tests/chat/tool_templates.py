@@ -1,4 +1,4 @@
-"""Chat templates that know tools or reasoning, in the styles in real use."""
+"""Chat templates that support tools or reasoning, in the styles of real models."""
 
 # Tools in the system message, calls as JSON between tags, results in a user's turn.
 HERMES = """\

@@ -34,7 +34,7 @@ CONTROL = [
 
 
 class Vocabulary:
-    """Longest merge first, from the left; it counts its calls of encode."""
+    """Merges the longest first, from the left, and counts calls of `encode`."""
 
     def __init__(self, *, bos: str | None = None, add_bos: bool = False) -> None:
         self._bytes = [bytes([value]) for value in range(256)] + MERGES
@@ -82,7 +82,7 @@ class Vocabulary:
 
 
 class SpacedVocabulary(Vocabulary):
-    """Puts a space in front of every text between control tokens, as SentencePiece does."""
+    """Adds a space in front of every text between control tokens, as SentencePiece does."""
 
     def _plain(self, text: str) -> list[int]:
         return super()._plain(" " + text) if text else []

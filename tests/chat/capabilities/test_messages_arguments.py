@@ -1,4 +1,4 @@
-"""Arguments of calls reach a template in the form it takes, and never as control tokens."""
+"""Call arguments reach a template in a form it accepts, and never as control tokens."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def test_half_a_character_that_a_model_wrote_does_not_end_the_conversation(argum
 
 
 @pytest.mark.parametrize("arguments", ['{"path": "/room', "[1, 2]", "null", "not JSON"])
-def test_a_template_that_takes_nothing_but_objects_is_given_one(arguments: str) -> None:
-    """A call that broke off comes back with an error as its result: that has to be answered."""
+def test_a_template_that_accepts_only_objects_gets_an_object(arguments: str) -> None:
+    """A client returns a truncated call with an error as its result, which needs an answer."""
     source = (
         "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}("

@@ -32,7 +32,7 @@ def test_parts_reach_a_template_that_takes_them() -> None:
     assert content(PARTS, [{"type": "image"}, *TWO_PARTS]).startswith("<|im_start|>user\n<|image|>")
 
 
-def test_a_string_becomes_a_part_for_a_template_that_takes_only_parts() -> None:
+def test_a_string_becomes_a_part_for_a_template_that_accepts_only_parts() -> None:
     assert content(ONLY_PARTS, "hi") == "user: hi"
 
 
@@ -64,7 +64,7 @@ def test_a_template_that_knows_none_is_given_none() -> None:
 
 
 def test_the_parts_of_a_result_are_joined_for_a_template_that_prints_results() -> None:
-    """Users' parts are gone through; a result would come out as a printed list."""
+    """The template iterates over the parts of users, but would print a result as a list."""
     source = (
         "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
         "{% if m.content is string %}{{ m.content }}{% elif m.role == 'tool' %}"

@@ -1,4 +1,4 @@
-"""System messages in mid-conversation, through templates that take them and that do not."""
+"""System messages in mid-conversation are rendered by every template."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_it_stays_where_it_is_with_every_template(source: str, last: list[Messag
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_later_turn_begins_with_the_earlier_ones(source: str) -> None:
-    """ollama #18431, omlx #1826: hoisted to the top, it made every turn's prompt a new one."""
+    """ollama #18431, omlx #1826: moved to the top, it changed the prompt of every turn."""
     earlier = ChatTemplate(source).render(TALK, add_generation_prompt=False)
     later = render(source, *TALK, reply("four"), system("another"), user("five"))
     assert later.startswith(earlier)

@@ -1,4 +1,4 @@
-"""Tools work with templates that know none of them."""
+"""Tools work with templates that do not support them."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def test_a_template_that_shows_none_has_them_written_for_it(source: str) -> None
     assert ChatTemplate(source).render([ASKED]) not in text  # nothing is written twice
 
 
-def test_tools_stand_before_what_the_system_message_says() -> None:
-    """Agents write what changes with each session there; tools stay the same."""
+def test_tools_precede_the_text_of_the_system_message() -> None:
+    """Agents put text there that varies by session, while tools stay the same."""
     text = rendered(CHATML, SYSTEM, ASKED)
     assert text.startswith("<|im_start|>system\nYou have access to functions")
     assert "</tool_response> tags.\n\nBe brief.<|im_end|>" in text
@@ -81,7 +81,7 @@ def test_results_keep_their_role_where_a_template_shows_it() -> None:
     assert "<|im_start|>tool\n<tool_response>\nsnow\n</tool_response><|im_end|>" in text
 
 
-def test_results_are_one_message_where_users_and_replies_take_turns() -> None:
+def test_results_are_merged_where_users_and_replies_must_alternate() -> None:
     text = rendered(TURNS, ASKED, CALLED, *RESULTS)
     assert (
         "<|im_start|>user\n<tool_response>\nsnow\n</tool_response>\n"
@@ -100,7 +100,7 @@ def test_a_history_with_calls_is_shown_though_no_tools_are_sent_any_more() -> No
     assert "<tools>" not in text
 
 
-def test_calls_are_written_for_a_template_that_shows_tools_and_no_calls() -> None:
+def test_calls_become_text_for_a_template_that_shows_tools_but_not_calls() -> None:
     source = CHATML.replace(
         "{% for message",
         "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for message",

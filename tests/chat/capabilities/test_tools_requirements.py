@@ -1,4 +1,4 @@
-"""Templates that require more of tools and calls than OpenAI does get it, and no others do."""
+"""Templates with extra requirements for tools get them, other templates do not."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_function_without_a_description_gets_one_where_a_template_requires_it(
     assert "// \ntype look = " in rendered(DESCRIBED, USER, tools=tools)
 
 
-def test_what_a_client_says_of_a_function_stays() -> None:
+def test_fields_of_a_function_that_a_client_sent_are_kept() -> None:
     tools = [{"type": "function", "function": {"name": "look", "description": "Look around."}}]
     assert "// Look around.\n" in rendered(DESCRIBED, USER, tools=tools)
 
@@ -57,7 +57,7 @@ def test_parameters_are_added_for_a_template_that_iterates_over_them() -> None:
 
 
 @pytest.mark.parametrize("source", [HERMES, THINKING])
-def test_other_templates_are_given_what_was_sent(source: str) -> None:
+def test_other_templates_get_the_messages_unchanged(source: str) -> None:
     assert '{"type": "function", "function": {"name": "look"}}' in rendered(source, USER)
 
 
@@ -82,7 +82,7 @@ def test_an_id_that_fits_stays() -> None:
 
 @pytest.mark.parametrize("source", [ONE_CALL, CHANNELS, DESCRIBED])
 def test_calls_side_by_side_are_shown_one_by_one_where_only_one_can_be(source: str) -> None:
-    """Such a template refuses the second, or leaves it out."""
+    """Such a template refuses the second call or omits it."""
     text = rendered(
         source, USER, calling("a", "b"), result("b", "second"), result("a", "first"), USER
     )

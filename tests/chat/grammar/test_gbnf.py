@@ -1,4 +1,4 @@
-"""GBNF is read as llama.cpp reads it, and what is none is refused with the reason and its line."""
+"""GBNF is parsed as in llama.cpp. Invalid GBNF is refused with the reason and the line."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_rule_is_read(body: str, node: Node) -> None:
     assert parse(f"root ::= {body}") == {"root": node}
 
 
-def test_rules_go_on_over_line_breaks_and_comments_are_left_out() -> None:
+def test_rules_continue_across_line_breaks_and_comments_are_ignored() -> None:
     rules = parse(
         """
         # the whole
@@ -102,7 +102,7 @@ def test_rules_go_on_over_line_breaks_and_comments_are_left_out() -> None:
         ("root ::= " + "(" * (MAX_DEPTH + 1), "line 1: parentheses may be nested at most 64 deep"),
     ],
 )
-def test_what_is_no_gbnf_is_refused_with_the_reason(grammar: str, problem: str) -> None:
+def test_invalid_gbnf_is_refused_with_the_reason(grammar: str, problem: str) -> None:
     with pytest.raises(InvalidGbnf) as refused:
         parse(grammar)
     assert str(refused.value) == problem

@@ -1,4 +1,4 @@
-"""A grammar in GBNF lets through what it describes, and nothing else."""
+"""A translated GBNF grammar accepts exactly its language."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ def grammar(gbnf: str) -> Grammar:
     ids=["list", "json", "sums", "chess", "tags", "greedy", "nested greedy", "strings",
          "nested strings", "left recursion", "repetition", "classes", "names"],
 )  # fmt: skip
-def test_a_grammar_takes_what_it_describes(gbnf: str, taken: list[str], refused: list[str]) -> None:
+def test_a_grammar_accepts_its_language(gbnf: str, taken: list[str], refused: list[str]) -> None:
     made = grammar(gbnf)
     assert [text for text in taken if not WRITER.takes(made, text)] == []
     assert [text for text in refused if WRITER.takes(made, text)] == []
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_is_written_under_a_grammar_is_what_it_describes(seed: int) -> None:
+def test_every_constrained_reply_is_in_the_language_of_its_grammar(seed: int) -> None:
     assert isinstance(json.loads(WRITER.write(grammar(JSON), seed)), dict)
     assert re.fullmatch(r"(- [^\n]{1,30}\n)+", WRITER.write(grammar(LIST), seed))
 

@@ -1,4 +1,4 @@
-"""A matcher keeps to its grammar on any row of logits, and never stops the engine."""
+"""A matcher enforces its grammar on any logits and never stops the engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_any_size_of_vocabulary_is_masked_to_its_end(extra: int) -> None:
     assert set(np.flatnonzero(np.isfinite(logits))) == {*b"-0123456789"}
 
 
-def test_what_is_allowed_keeps_its_value() -> None:
+def test_allowed_logits_keep_their_value() -> None:
     writer = Writer()
     logits = row(writer.vocabulary.size)
     writer.matcher(INTEGER).mask(logits)
@@ -117,7 +117,7 @@ def test_the_vocabulary_is_read_once_and_only_when_it_is_needed() -> None:
     assert len({id(each) for each in made}) == 8
 
 
-def test_control_tokens_are_no_text() -> None:
+def test_control_tokens_do_not_match_text() -> None:
     writer = Writer(["<tool>"])
     matcher = writer.matcher(Grammar("start: /(?s:.*)/", "tools"))
     allowed = writer.allowed(matcher)

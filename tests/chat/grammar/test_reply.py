@@ -1,4 +1,4 @@
-"""Replies that have to call: what any model writes is read back as calls that follow the tools."""
+"""A constrained reply of any model parses into calls that follow the schemas of the tools."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_without_parallel_calls_there_is_one(case: Case) -> None:
         assert len(calls(case.read(case.writer.write(grammar, seed)))) == 1
 
 
-def test_free_text_is_no_required_call(case: Case) -> None:
+def test_free_text_does_not_satisfy_a_required_call(case: Case) -> None:
     assert not case.writer.takes(case.grammar(), "Hello.")
     assert not case.writer.takes(case.grammar(), "")
 
@@ -395,7 +395,7 @@ def test_an_argument_that_python_cannot_name_is_left_out_or_refused() -> None:
         Case("pythonic").grammar([tool({**odd, "required": ["my-key"]})])
 
 
-def test_replies_that_are_read_as_text_alone_cannot_be_made_to_call() -> None:
+def test_a_format_without_calls_refuses_a_required_call() -> None:
     with pytest.raises(Unsupported):
         reply_grammars("plain").calls(TOOLS, ToolUse(choice="required"), opened=False)
 
@@ -414,7 +414,7 @@ def test_text_in_a_schema_never_becomes_a_control_token(case: Case) -> None:
     assert matcher.trouble is None
 
 
-def test_replies_read_as_text_may_still_have_to_be_an_answer() -> None:
+def test_a_format_without_calls_can_still_constrain_the_answer() -> None:
     grammars = reply_grammars("plain")
     grammar = grammars.calls(
         TOOLS, ToolUse(), opened=False, answer=StructuredOutput(schema={"const": 4})

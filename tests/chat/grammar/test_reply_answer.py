@@ -1,4 +1,4 @@
-"""A reply's text is held to a pattern, to one of some texts or to a grammar of the client's own."""
+"""A reply can be constrained to a pattern, a list of choices or a client's grammar."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def answer(**fields: Any) -> Grammar:
         ({"grammar": 'start: %json {"type": "integer"}'}, ["-3"], ["x"]),
     ],
 )
-def test_a_reply_is_what_was_asked_for(fields: Any, taken: list[str], refused: list[str]) -> None:
+def test_a_reply_matches_the_requested_output(
+    fields: Any, taken: list[str], refused: list[str]
+) -> None:
     for made in (answer(**fields), GRAMMARS.text(StructuredOutput(**fields))):
         assert [text for text in taken if not WRITER.takes(made, text)] == []
         assert [text for text in refused if WRITER.takes(made, text)] == []
 
 
 @pytest.mark.parametrize("fields", [{"regex": "[0-9]+"}, {"choices": ["12"]}, {"grammar": GBNF}])
-def test_reasoning_may_come_first_in_a_chat_and_not_in_a_completion(fields: Any) -> None:
+def test_reasoning_may_precede_the_answer_in_a_chat_but_not_in_a_completion(fields: Any) -> None:
     output = StructuredOutput(**fields)
     thought = "<think>Which (number)?</think>\n\n12"
     assert WRITER.takes(THINKING.answer(output, opened=False), thought)
@@ -75,7 +77,7 @@ def test_a_reply_may_be_a_call_instead_where_it_may_call(fields: Any) -> None:
         ({"schema": {"not": {}}}, "`not`"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_with_the_field_and_the_reason(
+def test_unenforceable_output_is_refused_with_the_field_and_the_reason(
     fields: Any, problem: str
 ) -> None:
     with pytest.raises(BadRequest) as refused:

@@ -1,4 +1,4 @@
-"""Replies under a schema follow it, whatever the model would like to write."""
+"""Replies that are constrained by a schema follow it, with any logits."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ SCHEMAS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_what_is_written_follows_the_schema(name: str) -> None:
+def test_constrained_replies_follow_the_schema(name: str) -> None:
     schema = SCHEMAS[name]
     check(schema)
     for seed in SEEDS:
@@ -88,7 +88,7 @@ def test_what_is_written_follows_the_schema(name: str) -> None:
         assert valid(value, schema), value
 
 
-def test_properties_come_in_the_order_of_the_schema() -> None:
+def test_properties_are_written_in_schema_order() -> None:
     for seed in SEEDS:
         written = WRITER.write_json(SCHEMAS["optional properties"], seed)
         assert list(written) == [name for name in "cab" if name in written]
@@ -162,7 +162,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_enforced_is_refused_by_name_and_place(name: str) -> None:
+def test_unsupported_keywords_are_refused_by_name_and_place(name: str) -> None:
     schema, named, place = REFUSED[name]
     with pytest.raises(Unsupported) as refused:
         check(schema)

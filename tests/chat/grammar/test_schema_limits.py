@@ -1,4 +1,4 @@
-"""A schema that would cost too much is refused before it does."""
+"""A schema that is too costly is refused before it is compiled."""
 
 from __future__ import annotations
 

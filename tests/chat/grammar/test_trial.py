@@ -1,4 +1,4 @@
-"""A grammar that would hang or kill its compiler is refused, and nothing else is harmed."""
+"""A grammar that would hang or crash its compiler is refused without harm to the server."""
 
 from __future__ import annotations
 

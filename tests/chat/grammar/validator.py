@@ -1,4 +1,4 @@
-"""As much of JSON schema as these tests use, by the book."""
+"""A validator of the part of JSON schema that these tests use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies as a model without any sense would write them: random logits, under a constraint."""
+"""Writes random replies that follow a grammar."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ByteVocabulary:
         return "" if token is None else self.piece(token, special=True).decode(errors="replace")
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Byte by byte, and control tokens where they are spelt and `special`."""
+        """Encodes byte by byte. If `special`, texts of control tokens become control tokens."""
         tokens, rest = [], text
         while rest:
             found = next((each for each in self.control_texts if rest.startswith(each)), None)
@@ -94,7 +94,7 @@ class Writer:
         )
 
     def follow(self, matcher: TokenMatcher, text: str) -> str:
-        """As much of the text as the grammar lets through."""
+        """The longest prefix of the text that the grammar accepts."""
         tokens = self.vocabulary.encode(text, special=True)
         for count, token in enumerate(tokens):
             if token not in self.allowed(matcher):
@@ -103,7 +103,7 @@ class Writer:
         return text
 
     def write(self, grammar: Grammar, seed: int, start: str = "", most: int = 3000) -> str:
-        """A random reply that begins with `start` and comes to an end by itself."""
+        """A random reply that begins with `start` and ends with an end token."""
         matcher = self.matcher(grammar)
         assert self.follow(matcher, start) == start
         chance = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Replies fed to a parser in pieces, and what comes out, free of where it was cut."""
+"""Feeds replies to a parser in pieces and collects the parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 class ParsedReply(NamedTuple):
-    """All that a reply came to."""
+    """All parts of a reply."""
 
     parts: list[Part]
     ended_calls: int
@@ -77,7 +77,7 @@ TOOLS = [
 
 
 def join(parts: Iterable[Part]) -> list[Part]:
-    """The parts, with neighbouring texts of a kind made one."""
+    """The parts, with adjacent texts of the same kind joined."""
     joined: list[Part] = []
     for part in parts:
         last = joined[-1] if joined else None
@@ -115,7 +115,7 @@ def parse_reply(
     calls: bool = True,
     opened: bool = False,
 ) -> ParsedReply:
-    """What a reply comes to, fed whole, by characters and in random cuts, always the same."""
+    """Parses a reply whole, by characters and in random cuts, and checks that the results agree."""
     form = select(None, tool_format=format) if isinstance(format, str) else format
     random_cuts = random.Random(text)
 

@@ -1,4 +1,4 @@
-"""Any text at all: no crash, nothing lost, the same however it is cut, and in linear time."""
+"""Parsers survive any text, lose nothing, ignore the cuts and take linear time."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_any_cut_of_any_reasoning_gives_the_same_parts(reasoning: str) -> None:
 @pytest.mark.long
 @settings(deadline=None, max_examples=rounds(100, 500))
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[`{"), max_size=40))
-def test_text_without_any_marker_is_said_as_it_is(text: str) -> None:
+def test_text_without_markers_is_passed_on_unchanged(text: str) -> None:
     for name in TOOL_FORMAT_NAMES:
         assert parsed(name, list(text)).text == text, name
 
@@ -99,7 +99,7 @@ def test_text_without_any_marker_is_said_as_it_is(text: str) -> None:
 @settings(deadline=None, max_examples=rounds(100, 500))
 @given(texts(*select(None, tool_format="harmony").markers))
 def test_harmony_loses_no_text_of_a_message(text: str) -> None:
-    """Only markers and headers go; here every text stands in a message of its own."""
+    """Only markers and headers are dropped. Here every text is in a message of its own."""
     inside = text
     for marker in MARKS:
         inside = inside.replace(marker, "")

@@ -1,4 +1,4 @@
-"""The types of parameters, for formats that write values without quotes."""
+"""Bare values get the types of their parameters."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_the_markers_are_texts_of_single_tokens() -> None:
     assert {"<think>", "</think>"} <= set(select("<think>").markers)
 
 
-def test_a_module_that_declares_a_format_is_all_that_it_takes(
+def test_the_registry_finds_a_format_in_a_new_module(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "invented.py").write_text(

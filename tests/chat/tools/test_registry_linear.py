@@ -1,4 +1,4 @@
-"""Parsers are linear: 100 kB of a format's own markup cost about as much as any other 100 kB."""
+"""Parsers take linear time, also for 100 kB of their own markup."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUND_S = 20.0  # one second is promised; machines are slow and shared
 
 
 def scraps(name: str) -> list[str]:
-    """A format's markers, what its models write, and pieces of that."""
+    """A format's markers, replies of its models, and pieces of them."""
     replies = [reply.text for reply in REPLIES.values() if reply.format == name]
     halves = [reply[: len(reply) // 2] for reply in replies]
     return [*select(None, tool_format=name).markers, *replies, *halves, *SCRAPS]

@@ -1,4 +1,4 @@
-"""What models get wrong, and text that only looks like a call."""
+"""Parsers cope with mistakes of models and with text that only looks like a call."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_call_without_arguments_has_an_empty_object(format: str, text: str) ->
     ],
 )
 def test_arguments_that_were_cut_off_look_cut_off(format: str, text: str, arguments: str) -> None:
-    """Nobody must take them for complete."""
+    """No client may take them for complete."""
     parsed = parse_reply(format, text)
     assert parsed.calls == [Call("f", arguments)]
     assert parsed.ended_calls == 0
@@ -94,7 +94,7 @@ def test_arguments_that_were_cut_off_look_cut_off(format: str, text: str, argume
         ("gemma4", "<|tool_call>call:f{a:1,=,b:2}<tool_call|>", '{"a": 1,=,b:2}'),
     ],
 )
-def test_arguments_that_are_no_json_are_passed_on_up_to_the_end_marker(
+def test_arguments_that_are_not_json_are_passed_on_up_to_the_end_marker(
     format: str, text: str, arguments: str
 ) -> None:
     assert parse_reply(format, text).calls[0] == Call("f", arguments)
@@ -137,7 +137,7 @@ def test_an_end_marker_in_a_string_is_part_of_the_string() -> None:
         ("plain", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
     ],
 )
-def test_what_is_no_call_is_said_with_its_markers(format: str, text: str) -> None:
+def test_text_that_is_not_a_call_is_passed_on_with_its_markers(format: str, text: str) -> None:
     parsed = parse_reply(format, text)
     assert parsed.calls == []
     assert parsed.text == text
@@ -167,7 +167,7 @@ def test_an_answer_in_json_is_not_held_back_for_a_name_that_never_comes() -> Non
         ("[" * 5000, {"type": "array"}, "[" * 5000),
     ],
 )
-def test_a_bare_value_is_what_its_schema_says_if_it_can_be(
+def test_a_bare_value_gets_the_type_of_its_schema_if_it_fits(
     text: str, schema: dict[str, object], value: object
 ) -> None:
     tools = [tool("h", x=schema)]
@@ -175,8 +175,8 @@ def test_a_bare_value_is_what_its_schema_says_if_it_can_be(
     assert parse_reply("qwen3-coder", reply, tools=tools).calls[0].value == {"x": value}
 
 
-def test_half_a_character_never_comes_out() -> None:
-    """A lone surrogate could not be sent to anyone."""
+def test_a_lone_surrogate_is_never_passed_on() -> None:
+    """UTF-8 cannot encode a lone surrogate."""
     for format, text in [
         ("hermes", '<tool_call>{"name": "\\ud800", "arguments": "\\udfff"}</tool_call>'),
         ("pythonic", r"[f(b='\ud800 \ud83d\ude00')]"),
@@ -186,7 +186,7 @@ def test_half_a_character_never_comes_out() -> None:
     assert call.value == {"b": "\ufffd \U0001f600"}
 
 
-def test_text_after_a_call_is_said_and_whitespace_alone_is_not() -> None:
+def test_text_after_a_call_is_passed_on_but_not_whitespace() -> None:
     call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     assert parse_reply("hermes", f"{call}\n\n{call}\n").text == ""
     assert parse_reply("hermes", f" {call}\nDone. \n").text == "\nDone. \n"

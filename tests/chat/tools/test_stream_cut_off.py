@@ -1,4 +1,4 @@
-"""Replies that a limit cuts off: no markup of a call comes out as text, and no text is lost."""
+"""A reply that was cut off loses no text and shows no markup of a call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_format_has_a_reply_here() -> None:
 
 @pytest.mark.parametrize("title", REPLIES)
 def test_a_reply_cut_anywhere_has_no_markup_in_its_text(title: str) -> None:
-    """Punctuation that could begin a marker, and anything else as well, is text."""
+    """Punctuation that could begin a marker, but also anything else, is text."""
     reply = REPLIES[title]
     for end in range(len(reply.text) + 1):
         whole = cut_off(reply.format, [reply.text[:end]])
@@ -72,8 +72,8 @@ def test_prose_cut_anywhere_loses_nothing(name: str) -> None:
         ("gemma3", "```python\nf(a=1)\n```"),
     ],
 )
-def test_what_can_be_no_call_is_text_wherever_it_is_cut(name: str, text: str) -> None:
-    """But for the first letters, which a call has as well."""
+def test_text_that_cannot_be_a_call_is_passed_on_wherever_it_is_cut(name: str, text: str) -> None:
+    """Only the first letters, with which a call could begin, are held back."""
     shown = [cut_off(name, [text[:end]]).text for end in range(len(text) + 1)]
     doubtful = [end for end, said in enumerate(shown) if said != text[:end]]
     assert all(not shown[end] for end in doubtful)
@@ -117,7 +117,7 @@ def test_that_a_call_was_cut_is_known(name: str, text: str) -> None:
 
 
 def test_a_parameter_that_was_cut_off_leaves_the_arguments_open() -> None:
-    """Else an agent would run a call that lacks something."""
+    """Otherwise an agent would run an incomplete call."""
     text = "<function=get_weather>\n<parameter=city>\nDallas\n</parameter>\n<parameter=da"
     [call] = cut_off("qwen3-coder", text).calls
     assert call == ("get_weather", '{"city": "Dallas"')

@@ -9,7 +9,7 @@ from tests.chat.tools.transcripts import REPLIES, Reply, deepseek
 
 
 @pytest.mark.parametrize("reply", REPLIES.values(), ids=list(REPLIES))
-def test_a_reply_comes_apart_as_its_model_meant_it(reply: Reply) -> None:
+def test_a_reply_is_split_into_the_parts_its_model_meant(reply: Reply) -> None:
     parsed = parse_reply(reply.format, reply.text)
     assert [(call.name, call.value) for call in parsed.calls] == reply.calls
     assert parsed.text == reply.content

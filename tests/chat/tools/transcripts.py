@@ -1,4 +1,4 @@
-"""Replies as the models' own documentation and the tests of other servers show them."""
+"""Replies from the models' documentation and from the tests of other servers."""
 
 from __future__ import annotations
 
