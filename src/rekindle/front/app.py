@@ -34,12 +34,8 @@ from rekindle.api.responses import conversations
 from rekindle.api.responses import routes as responses
 from rekindle.api.responses.conversations import CONVERSATION_LOCKS, ConversationLocks
 from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
-from rekindle.api.responses.stored import (
-    DOCUMENT_SLOTS,
-    OPEN_RESPONSES,
-    DocumentSlots,
-    OpenResponses,
-)
+from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses
+from rekindle.api.responses.stored import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError

@@ -6,12 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
 )
 
-from rekindle.api.base.fields import MAX_ITEMS, explain_items, limit_depth
+from rekindle.api.base.fields import MAX_ITEMS, StrictModel, explain_items, limit_depth
 
 #: Blocks of tools that run on Anthropic's servers. They are left out of the prompt.
 ServerBlock = Literal[
@@ -30,18 +28,14 @@ ServerBlock = Literal[
 ]
 
 
-class CacheControl(BaseModel):
+class CacheControl(StrictModel):
     """Asks to keep the state of everything before it. It does not change the prompt."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class Block(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class Block(StrictModel):
     cache_control: CacheControl | None = None
 
 
@@ -50,9 +44,7 @@ class TextBlock(Block):
     text: str
 
 
-class Base64Source(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class Base64Source(StrictModel):
     type: Literal["base64"]
     media_type: str = Field(max_length=64, pattern=r"^[\w.+-]+/[\w.+-]+$")
     data: str
@@ -62,9 +54,7 @@ class Base64Source(BaseModel):
         return f"data:{self.media_type};base64,{self.data}"
 
 
-class UrlSource(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class UrlSource(StrictModel):
     type: Literal["url"]
     url: str
 
@@ -74,9 +64,7 @@ class ImageBlock(Block):
     source: Annotated[Base64Source | UrlSource, Field(discriminator="type")]
 
 
-class TextSource(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class TextSource(StrictModel):
     type: Literal["text"]
     data: str
 

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     model_validator,
@@ -25,10 +24,10 @@ from rekindle.api.anthropic.blocks import (
 from rekindle.api.base.fields import (
     MAX_ITEMS,
     MAX_STOPS,
-    STRICT,
     Count,
     Normalise,
     StopText,
+    StrictModel,
     ToolName,
     at_most,
     limit_depth,
@@ -43,11 +42,9 @@ from rekindle.protocol.requests import StructuredOutput, ToolUse
 FORMAT = "output_config.format"
 
 
-class Tool(BaseModel):
+class Tool(StrictModel):
     """A tool of the client's. With a `type` like "web_search_20250305" it is one of Anthropic's,
     which is ignored."""
-
-    model_config = STRICT
 
     name: ToolName | None = None
     type: str | None = Field(None, max_length=128)
@@ -95,9 +92,7 @@ Tools = Annotated[
 ]
 
 
-class ToolChoice(BaseModel):
-    model_config = STRICT
-
+class ToolChoice(StrictModel):
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     disable_parallel_tool_use: bool | None = None
@@ -157,11 +152,7 @@ def _missing(choice: ToolChoice) -> str:
     return f"`tool_choice` names the tool {choice.name!r}, which is not among `tools`."
 
 
-class _Object(BaseModel):
-    model_config = STRICT
-
-
-class InputMessage(_Object):
+class InputMessage(StrictModel):
     role: Literal["user", "assistant", "system"]
     content: Content
 
@@ -170,31 +161,31 @@ class InputMessage(_Object):
         return as_blocks(self.content)
 
 
-class Thinking(_Object):
+class Thinking(StrictModel):
     type: Literal["enabled", "adaptive", "disabled", "between_tools"]
     budget_tokens: Count | None = None
     display: str | None = Field(None, max_length=32)
 
 
-class JsonFormat(_Object):
+class JsonFormat(StrictModel):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], BeforeValidator(limit_depth)] = Field(alias="schema")
 
 
-class OutputConfig(_Object):
+class OutputConfig(StrictModel):
     effort: str | None = Field(None, max_length=32)
     format: JsonFormat | None = None
 
 
-class Metadata(_Object):
+class Metadata(StrictModel):
     user_id: str | None = Field(None, max_length=4096)
 
 
-class Diagnostics(_Object):
+class Diagnostics(StrictModel):
     previous_message_id: str | None = Field(None, max_length=256)
 
 
-class PromptFields(_Object):
+class PromptFields(StrictModel):
     """The fields that make up the prompt."""
 
     model: str | None = None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
+    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -29,8 +30,11 @@ MAX_CHARACTERS = 16 << 20  # of a prompt; four million tokens rarely have more
 NO_LIMIT = -1  # a number of tokens, as in llama.cpp's API
 INT64_LIMIT = 1 << 63
 
-#: Validates types strictly and ignores unknown fields. `model_…` is an ordinary field name here.
-STRICT = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+class StrictModel(BaseModel):
+    """Validates types strictly and ignores unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
 def takes(what: str) -> WrapValidator:

@@ -20,7 +20,16 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from rekindle.api.base.fields import MAX_ITEMS, WHOLE, Id, fault, limit_depth, limit_text, takes
+from rekindle.api.base.fields import (
+    MAX_ITEMS,
+    WHOLE,
+    Id,
+    StrictModel,
+    fault,
+    limit_depth,
+    limit_text,
+    takes,
+)
 from rekindle.errors import Unsupported
 from rekindle.media.jobs import LIMITS, Sizing
 from rekindle.media.loader import FrameSampling, MediaSource
@@ -53,17 +62,13 @@ CONTENT = f'takes a string, or a list of parts: `"type": "text"` with a `text`, 
 LEGACY = {"function_call": "use `tool_calls`", "audio": "send text"}
 
 
-class ImageUrl(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class ImageUrl(StrictModel):
     url: str
     detail: Detail | None = None
 
 
-class ImagePart(BaseModel):
+class ImagePart(StrictModel):
     """`image_url` is an http(s) or `data:` URL."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["image", "image_url"]
     image_url: Annotated[
@@ -82,16 +87,12 @@ class ImagePart(BaseModel):
         )
 
 
-class VideoUrl(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class VideoUrl(StrictModel):
     url: str
 
 
-class VideoPart(BaseModel):
+class VideoPart(StrictModel):
     """A video is sampled at `fps` frames per second, up to `max_frames` frames."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["video", "video_url"]
     video_url: Annotated[str | VideoUrl, takes("a URL, or an object with a `url`")]
@@ -112,9 +113,7 @@ def _sizing(resize: list[int] | None, longest: int) -> Sizing:
     return Sizing(longest, (resize[0], resize[-1]) if resize else None)
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class TextPart(StrictModel):
     type: Literal["text"]
     text: str
 
@@ -144,9 +143,7 @@ Arguments = Annotated[
 ]
 
 
-class CalledFunction(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class CalledFunction(StrictModel):
     name: str
     arguments: Arguments
 
@@ -156,10 +153,8 @@ class CalledFunction(BaseModel):
         return {"arguments": "{}", **_without_nulls(data)} if isinstance(data, dict) else data
 
 
-class ToolCall(BaseModel):
+class ToolCall(StrictModel):
     """A call of an earlier reply. Fields that clients add, such as `index`, are dropped."""
-
-    model_config = ConfigDict(strict=True)
 
     id: str | None = None
     type: Literal["function"] = "function"

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from msgspec import structs
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient, refine_reason
-from rekindle.api.base.fields import MAX_ITEMS, STRICT, FreeObject, Id
+from rekindle.api.base.fields import MAX_ITEMS, FreeObject, Id, StrictModel
 from rekindle.api.base.images import render_chat
 from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.models import ModelNumber, models_of
@@ -41,14 +41,19 @@ MAX_PAGE_ENTRIES = 1000
 AT_END = 0  # a position before which there are no entries
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"])
+listing_router = APIRouter(tags=["cache"])
 
 
 class SegmentBody(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
     type: str
     hash: str
 
 
 class NameBody(BaseModel):
+    model_config = ConfigDict(from_attributes=True)
+
     kind: str
     name: str
 
@@ -84,39 +89,24 @@ class Prepared(BaseModel):
     durable: bool = True
 
 
-def durability(*results: EntryInfo | Removed) -> dict[str, bool]:
+def durability(*results: EntryInfo | Removed) -> dict[str, Any]:
     """`durable: false` if the disk refused a change, which then lasts until a restart."""
     return {} if all(result.durable for result in results) else {"durable": False}
 
 
 def entry_body(info: EntryInfo, model: str, *, admin: bool) -> EntryBody:
-    fields = structs.asdict(info)
-    del fields["durable"]
-    fields |= {"model": model, "segments": _segments(info), **durability(info)}
-    fields["names"] = [NameBody(kind=each.kind, name=each.name) for each in info.names]
-    if not admin:
-        del fields["tenant"]
-    return EntryBody(**fields)
+    hidden = ("durable",) if admin else ("durable", "tenant")
+    fields = {name: value for name, value in structs.asdict(info).items() if name not in hidden}
+    return EntryBody(**fields, **durability(info), model=model)
 
 
 def prepared(info: EntryInfo, model: str) -> Prepared:
-    return Prepared(
-        cache_key=info.cache_key,
-        model=model,
-        token_count=info.token_count,
-        size_bytes=info.size_bytes,
-        segments=_segments(info),
-        **durability(info),
-    )
+    names = ("cache_key", "token_count", "size_bytes", "segments")
+    fields: dict[str, Any] = {name: getattr(info, name) for name in names}
+    return Prepared(**fields, **durability(info), model=model)
 
 
-def _segments(info: EntryInfo) -> list[SegmentBody]:
-    return [SegmentBody(type=each.type, hash=each.hash) for each in info.segments]
-
-
-class ValidateRequest(BaseModel):
-    model_config = STRICT
-
+class ValidateRequest(StrictModel):
     cache_key: Id
     model: str | None = None
     messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
@@ -141,11 +131,21 @@ class Evicted(BaseModel):
     durable: bool = True
 
 
-class Collected(BaseModel):
+class RemovedBody(BaseModel):
     status: str
     removed: int
     freed_bytes: int
     durable: bool = True
+
+
+def removed_fields(*removed: Removed) -> dict[str, Any]:
+    """The fields of a `RemovedBody`."""
+    return {
+        "status": "ok",
+        "removed": sum(each.entries for each in removed),
+        "freed_bytes": sum(each.freed_bytes for each in removed),
+        **durability(*removed),
+    }
 
 
 @router.post("/v1/cache/validate", response_model_exclude_unset=True)
@@ -175,7 +175,7 @@ async def validate(
 
 
 @router.post("/v1/cache/gc", response_model_exclude_unset=True)
-async def collect(request: Request, number: ModelNumber = None) -> Collected:
+async def collect(request: Request, number: ModelNumber = None) -> RemovedBody:
     """Remove expired entries now."""
     models = models_of(request)
     client = AdminClient.of(request)
@@ -183,12 +183,7 @@ async def collect(request: Request, number: ModelNumber = None) -> Collected:
         await client.request(runtime, CollectExpired(), Removed)
         for runtime in models.chosen(number)
     ]
-    return Collected(
-        status="ok",
-        removed=sum(each.entries for each in removed),
-        freed_bytes=sum(each.freed_bytes for each in removed),
-        **durability(*removed),
-    )
+    return RemovedBody(**removed_fields(*removed))
 
 
 @router.post(
@@ -226,8 +221,6 @@ async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry)
     runtime, info = await client.find(models.chosen(number), op, EntryInfo)
     return entry_body(info, runtime.name, admin=client.is_admin)
 
-
-listing_router = APIRouter(tags=["cache"])
 
 Limit = Annotated[
     int, Query(ge=1, le=MAX_PAGE_ENTRIES, description="Largest number of entries in a page.")

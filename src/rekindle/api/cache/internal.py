@@ -14,9 +14,9 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import MAX_ID_CHARACTERS, STRICT, SessionNumber, takes
+from rekindle.api.base.fields import MAX_ID_CHARACTERS, SessionNumber, StrictModel, takes
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.cache.entries import MAX_PAGE_ENTRIES, durability
+from rekindle.api.cache.entries import MAX_PAGE_ENTRIES, RemovedBody, removed_fields
 from rekindle.errors import NotFound
 from rekindle.http.body import JsonRoute
 from rekindle.protocol.admin import (
@@ -40,15 +40,11 @@ SessionId = Annotated[
 ]
 
 
-class RemoveRequest(BaseModel):
-    model_config = STRICT
-
+class RemoveRequest(StrictModel):
     session_id: SessionId
 
 
-class RemoveOldRequest(BaseModel):
-    model_config = STRICT
-
+class RemoveOldRequest(StrictModel):
     seconds: float = Field(ge=0)
 
 
@@ -66,22 +62,14 @@ class Sessions(BaseModel):
     total_size_bytes: int  # an entry with several names counts once
 
 
-class OldRemoved(BaseModel):
-    status: str
-    removed: int
-    freed_bytes: int
-    durable: bool = True
-
-
-class SessionRemoved(OldRemoved):
+class SessionRemoved(RemovedBody):
     session_id: int | str
 
 
 @router.get("/info")
 async def show_sessions(request: Request, number: ModelNumber = None) -> Sessions:
     """List sessions and messages whose state is kept, with its size."""
-    models = models_of(request)
-    runtime = models.runtime(None, number)
+    runtime = models_of(request).runtime(None, number)
     entries = await _all_entries(AdminClient.of_tenant(request), runtime)
     named = [(info, list(_sessions(info))) for info in entries]
     caches = [session for _, sessions in named for session in sessions]
@@ -98,8 +86,7 @@ async def remove_session(
     body: RemoveRequest, request: Request, number: ModelNumber = None
 ) -> SessionRemoved:
     """Remove the state of one session."""
-    models = models_of(request)
-    runtime = models.runtime(None, number)
+    runtime = models_of(request).runtime(None, number)
     op = RemoveSession(body.session_id)
     removed = await AdminClient.of_tenant(request).request(runtime, op, Removed)
     if not removed.entries:
@@ -107,31 +94,19 @@ async def remove_session(
             f"No state is kept under this id; GET {router.prefix}/info lists your sessions.",
             param="session_id",
         )
-    return SessionRemoved(
-        status="ok",
-        session_id=body.session_id,
-        removed=removed.entries,
-        freed_bytes=removed.freed_bytes,
-        **durability(removed),
-    )
+    return SessionRemoved(session_id=body.session_id, **removed_fields(removed))
 
 
 @router.post("/remove_old_caches", response_model_exclude_unset=True)
 async def remove_old(
     body: RemoveOldRequest, request: Request, number: ModelNumber = None
-) -> OldRemoved:
+) -> RemovedBody:
     """Remove state that was not used for `seconds`, unless it is pinned."""
-    models = models_of(request)
-    runtime = models.runtime(None, number)
+    runtime = models_of(request).runtime(None, number)
     removed = await AdminClient.of_tenant(request).request(
         runtime, RemoveOld(body.seconds), Removed
     )
-    return OldRemoved(
-        status="ok",
-        removed=removed.entries,
-        freed_bytes=removed.freed_bytes,
-        **durability(removed),
-    )
+    return RemovedBody(**removed_fields(removed))
 
 
 async def _all_entries(client: AdminClient, runtime: RuntimeClient) -> list[EntryInfo]:

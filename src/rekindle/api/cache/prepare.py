@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import STRICT, KvBits, KvGroupSize, KvStart, count_characters
+from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, StrictModel, count_characters
 from rekindle.api.base.images import RenderedChat, render_chat
 from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
@@ -30,9 +30,7 @@ MAX_CHARACTERS = 200_000
 router = APIRouter(route_class=JsonRoute, tags=["cache"])
 
 
-class PrepareRequest(BaseModel):
-    model_config = STRICT
-
+class PrepareRequest(StrictModel):
     model: str | None = None
     messages: Messages = Field(min_length=1, max_length=200)
     tools: Tools | None = None

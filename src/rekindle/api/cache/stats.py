@@ -13,22 +13,6 @@ from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 
-SERVER_FIELDS = (
-    "ram_limit_bytes",
-    "disk_limit_bytes",
-    "disk_queued_bytes",
-    "disk_written_bytes",
-    "disk_read_bytes",
-    "corrupt_blocks",
-    "computed_tokens",
-    "reused_tokens",
-    "active_turns",
-    "encoded_pictures",
-    "picture_hits",
-    "picture_ram_bytes",
-    "picture_disk_bytes",
-)
-
 router = APIRouter(tags=["cache"])
 
 
@@ -75,6 +59,8 @@ async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats
 
 
 def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
+    """Add up the figures of all models."""
+
     def added(field: str) -> int:
         return sum(getattr(each, field) for each in stats)
 
@@ -96,8 +82,10 @@ def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
     )
     if not admin:
         return own
-    whole = {field: added(field) for field in SERVER_FIELDS}
-    return own.model_copy(update={**whole, "disk_state": _worst(each.disk_state for each in stats)})
+    optional = (name for name, field in CacheStats.model_fields.items() if not field.is_required())
+    server = {name: added(name) for name in optional if name != "disk_state"}
+    disk_state = _worst(each.disk_state for each in stats)
+    return own.model_copy(update={**server, "disk_state": disk_state})
 
 
 def _rate(good: int, bad: int) -> float:

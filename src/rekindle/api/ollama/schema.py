@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from rekindle.api.base.fields import (
     MAX_ITEMS,
     MAX_TOKENS,
-    STRICT,
     WHOLE,
     Count,
     Stop,
+    StrictModel,
     Text,
     Tokens,
     limit_depth,
@@ -48,16 +48,12 @@ RepeatLastN = Annotated[
 ]
 
 
-class _Form(BaseModel):
-    model_config = STRICT
-
-
 class Options(SamplingFields):
     """Sampling parameters. Options about loading (`num_ctx`, `num_gpu`, …) are ignored, because the
     server decides them when it starts."""
 
     model_config = ConfigDict(
-        **STRICT, alias_generator=lambda name: SAMPLING_ALIASES.get(name, name)
+        strict=True, extra="ignore", alias_generator=lambda name: SAMPLING_ALIASES.get(name, name)
     )
 
     repetition_context_size: RepeatLastN | None = None
@@ -65,7 +61,7 @@ class Options(SamplingFields):
     stop: Stop | None = None
 
 
-class RequestBase(_Form):
+class RequestBase(StrictModel):
     """What /api/chat and /api/generate have in common."""
 
     model: str | None = None
@@ -105,19 +101,19 @@ class RequestBase(_Form):
         return self.keep_alive in (0, "0", "0s", "0m")
 
 
-class CalledFunction(_Form):
+class CalledFunction(StrictModel):
     name: str
     arguments: Arguments = Field(default_factory=dict)
 
 
-class ToolCall(_Form):
+class ToolCall(StrictModel):
     function: CalledFunction
 
 
 Images = Annotated[list[Text], Field(max_length=64, fail_fast=True)]
 
 
-class OllamaMessage(_Form):
+class OllamaMessage(StrictModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
     thinking: str | None = None
@@ -173,7 +169,7 @@ class OllamaGenerateRequest(RequestBase):
         return self
 
 
-class OllamaEmbedRequest(_Form):
+class OllamaEmbedRequest(StrictModel):
     """POST /api/embed, and the older /api/embeddings with `prompt`."""
 
     model: str | None = None
@@ -192,7 +188,7 @@ class OllamaEmbedRequest(_Form):
         return [self.input] if isinstance(self.input, str) else self.input
 
 
-class ModelRequest(_Form):
+class ModelRequest(StrictModel):
     """Names a model. Older clients send `name`."""
 
     model: str | None = None

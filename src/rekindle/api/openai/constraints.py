@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
-from rekindle.api.base.fields import FunctionName, limit_depth, takes
+from rekindle.api.base.fields import FunctionName, StrictModel, limit_depth, takes
 from rekindle.api.base.tools import Tool, ToolSelection
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.protocol.requests import StructuredOutput
@@ -18,19 +18,15 @@ Schema = Annotated[
 ]
 
 
-class JsonSchema(BaseModel):
-    model_config = ConfigDict(strict=True, protected_namespaces=())
-
+class JsonSchema(StrictModel):
     name: FunctionName
     schema_: Schema | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None  # the schema is enforced either way
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictModel):
     """OpenAI's three formats. Some clients send a schema with `json_object`."""
-
-    model_config = ConfigDict(strict=True, protected_namespaces=())
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -99,10 +95,8 @@ Choices = Annotated[
 ]
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(StrictModel):
     """vLLM's constraints. Exactly one is given."""
-
-    model_config = ConfigDict(strict=True, protected_namespaces=())
 
     json_: SchemaOrText | None = Field(None, alias="json")
     regex: Regex | None = None
@@ -186,25 +180,21 @@ class StructuredFields(BaseModel):
         return found | (self.structured_outputs.structures if self.structured_outputs else {})
 
 
-class _Form(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class FunctionNamed(_Form):
+class FunctionNamed(StrictModel):
     name: FunctionName
 
 
-class NamedTool(_Form):
+class NamedTool(StrictModel):
     type: Literal["function"]
     function: FunctionNamed
 
 
-class AllowedTools(_Form):
+class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, fail_fast=True)
 
 
-class AllowedChoice(_Form):
+class AllowedChoice(StrictModel):
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
 

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.fields import STRICT, Count, PromptInput, as_prompts
+from rekindle.api.base.fields import Count, PromptInput, StrictModel, as_prompts
 from rekindle.api.base.models import models_of
 from rekindle.api.base.turns import result_of, while_connected
 from rekindle.http.auth import caller_of
@@ -31,9 +31,7 @@ def _limit_inputs(inputs: Any) -> Any:
     return inputs
 
 
-class EmbeddingRequest(BaseModel):
-    model_config = STRICT
-
+class EmbeddingRequest(StrictModel):
     input: Annotated[PromptInput, BeforeValidator(_limit_inputs)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from rekindle.api.base.fields import (
     MAX_ITEMS,
-    STRICT,
     WHOLE,
     CacheRetention,
     FreeObject,
@@ -23,6 +22,7 @@ from rekindle.api.base.fields import (
     PromptInput,
     SessionNumber,
     Stop,
+    StrictModel,
     TokenLimit,
     as_prompts,
 )
@@ -78,16 +78,13 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 TopLogprobs = Annotated[int, Field(ge=0, le=20), WHOLE]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class CompletionsBase(StructuredFields, SamplingFields):
+class CompletionsBase(StrictModel, StructuredFields, SamplingFields):
     """What chat and text completions have in common. None stands for the server's default."""
 
-    model_config = STRICT
     not_served: ClassVar[Mapping[str, str]] = NOT_SERVED
 
     model: str | None = None

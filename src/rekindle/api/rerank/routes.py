@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.fields import STRICT, Count, Text, at_most, limit_text, takes
+from rekindle.api.base.fields import Count, StrictModel, Text, at_most, limit_text, takes
 from rekindle.api.base.models import models_of
 from rekindle.api.base.turns import result_of, while_connected
 from rekindle.http.auth import caller_of
@@ -26,9 +26,7 @@ def _limit_texts(documents: Any) -> Any:
     return documents
 
 
-class Document(BaseModel):
-    model_config = STRICT
-
+class Document(StrictModel):
     text: str
 
 
@@ -41,9 +39,7 @@ Documents = Annotated[
 ]
 
 
-class RerankRequest(BaseModel):
-    model_config = STRICT
-
+class RerankRequest(StrictModel):
     model: str | None = None
     query: Text
     documents: Documents

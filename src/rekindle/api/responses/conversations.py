@@ -11,11 +11,10 @@ from weakref import WeakValueDictionary
 
 import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.fields import MAX_ITEMS
+from rekindle.api.base.fields import MAX_ITEMS, StrictModel
 from rekindle.api.base.models import models_of
 from rekindle.api.responses.errors import ConversationNotFound
 from rekindle.api.responses.items import (
@@ -34,7 +33,6 @@ from rekindle.api.responses.stored import (
     Order,
     Stored,
     as_lines,
-    page,
     page_of,
     place_of,
     with_new_ids,
@@ -47,6 +45,8 @@ from rekindle.http.responses import JsonResponse, documented
 PREFIX = "conv_"
 CONVERSATION_LOCKS = "conversation_locks"  # key in the application's state
 
+# One lock for each conversation of a tenant, so that requests change it one after the other.
+ConversationLocks = WeakValueDictionary[tuple[bytes, str], asyncio.Lock]
 Change = Callable[[Stored], tuple[Lines, dict[str, Any]]]
 
 
@@ -59,16 +59,6 @@ class NoRoomForConversation(ServerError):
         )
 
 
-class ConversationLocks:
-    """One lock for each conversation, so that requests change it one after the other."""
-
-    def __init__(self) -> None:
-        self._locks: WeakValueDictionary[tuple[bytes, str], asyncio.Lock] = WeakValueDictionary()
-
-    def of(self, tenant: bytes, key: str) -> asyncio.Lock:
-        return self._locks.setdefault((tenant, key), asyncio.Lock())
-
-
 class ConversationStore:
     """The conversations of one caller."""
 
@@ -78,6 +68,9 @@ class ConversationStore:
         self._first = models_of(request).runtimes[0]
         self._tenant = caller_of(request).salt
         self._locks: ConversationLocks = getattr(request.state, CONVERSATION_LOCKS)
+
+    def _lock(self, key: str) -> asyncio.Lock:
+        return self._locks.setdefault((self._tenant, key), asyncio.Lock())
 
     async def load(self, key: str) -> Stored:
         missing = ConversationNotFound(key)
@@ -99,7 +92,7 @@ class ConversationStore:
 
     async def change(self, key: str, change: Change) -> Stored:
         """Change a conversation and return it. Changes run one after the other."""
-        async with self._locks.of(self._tenant, key):
+        async with self._lock(key):
             before = await self.load(key)
             lines, changed = await run_off_loop_if_large(
                 self._request, before.size_bytes, change, before
@@ -123,7 +116,7 @@ class ConversationStore:
         return changed.lines[len(changed.lines) - len(lines) :]
 
     async def delete(self, key: str) -> None:
-        async with self._locks.of(self._tenant, key):
+        async with self._lock(key):
             await self._documents.delete(await self.load(key))
 
 
@@ -135,24 +128,20 @@ ITEM = f"{ITEMS}/{{item_id}}"
 router = APIRouter(route_class=JsonRoute, tags=["conversations"])
 
 
-class _Form(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class CreateConversation(_Form):
+class CreateConversation(StrictModel):
     """POST /v1/conversations."""
 
     items: InputItems | None = None
     metadata: Metadata | None = None
 
 
-class UpdateConversation(_Form):
+class UpdateConversation(StrictModel):
     """POST /v1/conversations/{conversation_id}."""
 
     metadata: Metadata | None
 
 
-class AddItems(_Form):
+class AddItems(StrictModel):
     """POST /v1/conversations/{conversation_id}/items."""
 
     items: InputItems
@@ -206,8 +195,7 @@ async def create_items(conversation_id: str, body: AddItems, request: Request) -
     """Append items."""
     lines = await run_off_loop(request, _lines, body.items)
     kept = await ConversationStore(request).append(conversation_id, lines)
-    added = [orjson.loads(line) for line in kept]
-    return JsonResponse(page(added, limit=len(added), order="asc", after=None))
+    return JsonResponse(page_of(kept, limit=len(kept), order="asc", after=None))
 
 
 @router.get(ITEMS)

@@ -38,8 +38,7 @@ class PreviousResponseNotFound(BadRequest):
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"No response {key[:128]!r} is stored here: it had `store: false`, was deleted, or "
-            "has expired. Send the whole conversation as `input`, without "
+            f"{ResponseNotFound(key)} Send the whole conversation as `input`, without "
             "`previous_response_id`.",
             param="previous_response_id",
         )

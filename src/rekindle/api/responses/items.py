@@ -8,9 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -22,6 +20,7 @@ from pydantic import (
 from rekindle.api.base.fields import (
     MAX_ID_CHARACTERS,
     MAX_ITEMS,
+    StrictModel,
     explain_items,
     limit_depth,
     limit_text,
@@ -34,9 +33,7 @@ NOT_SERVED = ("input_file", "input_audio", "computer_screenshot")
 TAKES = "takes a string, or a list of parts: `input_text`, `output_text` or `input_image`"
 
 
-class Part(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class Part(StrictModel):
     # With `mode: explicit`, a request without one is not cached.
     prompt_cache_breakpoint: Annotated[
         dict[str, Any] | bool | None, BeforeValidator(limit_depth)
@@ -149,9 +146,7 @@ OF_SERVER = (
 ItemId = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
 
 
-class Item(BaseModel):
-    model_config = ConfigDict(strict=True)
-
+class Item(StrictModel):
     id: ItemId | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
@@ -196,24 +191,20 @@ class ReasoningItem(Item):
     """Reasoning of a model here, shown or packed. That of other providers is ignored."""
 
     type: Literal["reasoning"]
-    summary: TextParts = []
+    summary: TextParts = Field(default_factory=list)
     content: TextParts | None = None
     encrypted_content: str | None = None
 
 
-class ItemReference(BaseModel):
+class ItemReference(StrictModel):
     """Refers to an item that is stored here."""
-
-    model_config = ConfigDict(strict=True)
 
     type: Literal["item_reference"]
     id: ItemId
 
 
-class UnservedItem(BaseModel):
+class UnservedItem(StrictModel):
     """Left out of the prompt."""
-
-    model_config = ConfigDict(strict=True)
 
     type: str
 

@@ -17,13 +17,7 @@ from rekindle.api.responses.output import ReplyItems
 from rekindle.api.responses.request import STORED_S, Conversation
 from rekindle.api.responses.response import ResponseObject, usage
 from rekindle.api.responses.schema import ResponsesRequest
-from rekindle.api.responses.stored import (
-    OPEN_RESPONSES,
-    DocumentClient,
-    Lines,
-    OpenResponses,
-    as_lines,
-)
+from rekindle.api.responses.stored import DocumentClient, Lines, as_lines
 from rekindle.errors import BadRequest, ContextTooLong, ServerError
 from rekindle.http.responses import sse_comment, sse_event
 from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Part, Reason
@@ -56,6 +50,8 @@ def diagnostics(prompt_tokens: int, cache: CacheReport) -> dict[str, Any]:
 
 
 log = logging.getLogger("rekindle.turn")
+
+OPEN_RESPONSES = "open_responses"  # key in the application's state
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +125,12 @@ class ResponseReply(Reply):
         self._last_events: list[dict[str, Any]] = []  # of a cancelled stream
 
     async def respond(self, *, stream: bool) -> Response:
-        self._open_responses.add(*self._key, self)
+        self._open_responses[self._key] = self
         return await super().respond(stream=stream)
 
     def close(self) -> None:
         super().close()
-        self._open_responses.drop(*self._key)
+        self._open_responses.pop(self._key, None)
 
     # -- requests of others --------------------------------------------------------------------
 
@@ -153,6 +149,7 @@ class ResponseReply(Reply):
         return self._has_failed or bool(self.finished)
 
     async def cancel(self) -> dict[str, Any]:
+        """End the response with what was generated so far, and return it."""
         if self._is_over:
             raise BadRequest("The response has just ended.", param="response_id")
         if self._cancelled is None:
@@ -161,6 +158,7 @@ class ResponseReply(Reply):
         return self._cancelled
 
     def discard(self) -> bool:
+        """End the response and store nothing. Returns False if it is already ending."""
         if self._is_over or self._cancelled is not None:
             return False
         self._abandon().update(store=False, conversation=None)
@@ -239,6 +237,10 @@ class ResponseReply(Reply):
         await self._storage.save(response)
         self._ended = response
         return response
+
+
+#: The responses that are being computed, by tenant and id.
+OpenResponses = dict[tuple[bytes, str], ResponseReply]
 
 
 def _status(finished: Finished) -> str:

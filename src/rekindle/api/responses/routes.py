@@ -20,18 +20,20 @@ from rekindle.api.responses.errors import (
     ResponseNotFound,
 )
 from rekindle.api.responses.output import ReplyItems
-from rekindle.api.responses.reply import ResponseReply, ResponseStorage
+from rekindle.api.responses.reply import (
+    OPEN_RESPONSES,
+    OpenResponses,
+    ResponseReply,
+    ResponseStorage,
+)
 from rekindle.api.responses.request import Conversation, count_request, generate_request, names_of
 from rekindle.api.responses.response import PREFIX, ResponseObject, new_number, referenced
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
 from rekindle.api.responses.stored import (
-    OPEN_RESPONSES,
     After,
     DocumentClient,
     Limit,
     Lines,
-    OpenResponse,
-    OpenResponses,
     Order,
     Stored,
     page_of,
@@ -190,9 +192,9 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     )
 
 
-def _being_computed(request: Request, key: str) -> OpenResponse | None:
+def _being_computed(request: Request, key: str) -> ResponseReply | None:
     found: OpenResponses = getattr(request.state, OPEN_RESPONSES)
-    return found.find(caller_of(request).salt, key)
+    return found.get((caller_of(request).salt, key))
 
 
 async def _stored(request: Request, key: str) -> Stored:

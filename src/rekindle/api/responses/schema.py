@@ -17,12 +17,12 @@ from pydantic import (
 )
 
 from rekindle.api.base.fields import (
-    STRICT,
     WHOLE,
     CacheRetention,
     Count,
     Id,
     Normalise,
+    StrictModel,
     Text,
     fault,
     limit_depth,
@@ -106,16 +106,12 @@ def _found(choice: NamedTool, toolbox: Toolbox) -> str:
     return name
 
 
-class _Form(BaseModel):
-    model_config = STRICT
-
-
-class Reasoning(_Form):
+class Reasoning(StrictModel):
     effort: str | None = Field(None, max_length=32)
     summary: str | None = Field(None, max_length=32)
 
 
-class TextFormat(_Form):
+class TextFormat(StrictModel):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=64)
     schema_: Annotated[dict[str, Any], BeforeValidator(limit_depth)] | None = Field(
@@ -131,7 +127,7 @@ class TextFormat(_Form):
         return self
 
 
-class TextConfig(_Form):
+class TextConfig(StrictModel):
     format: TextFormat | None = None
     verbosity: str | None = Field(None, max_length=32)
 
@@ -142,14 +138,14 @@ class TextConfig(_Form):
         return StructuredOutput(schema=self.format.schema_, param=FORMAT)
 
 
-class PromptCacheOptions(_Form):
+class PromptCacheOptions(StrictModel):
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m", "12h"] | None = None
     prewarm: bool = False
     comparison_response_id: Id | None = None
 
 
-class ConversationId(_Form):
+class ConversationId(StrictModel):
     id: Id
 
 
@@ -186,7 +182,7 @@ def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 Input = Annotated[Text | InputItems, WrapValidator(_explained)]
 
 
-class PromptFields(_Form):
+class PromptFields(StrictModel):
     """The fields that make up the prompt."""
 
     model: str | None = None

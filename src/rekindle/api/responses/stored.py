@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
 import orjson
@@ -34,13 +34,13 @@ from rekindle.protocol.admin import (
 from rekindle.worker.client import RuntimeClient
 
 MAX_DOCUMENT_BYTES = 32 << 20
-# Documents that a tenant loads or stores concurrently. A runtime accepts four times as many
-# admin requests.
+# Documents that a tenant transfers concurrently. Others wait, because a runtime refuses more than
+# four times as many admin requests.
 MAX_CONCURRENT = 16
 DOCUMENT_SLOTS = "document_slots"  # key in the application's state
-OPEN_RESPONSES = "open_responses"  # key in the application's state
 
 Lines = tuple[bytes, ...]
+DocumentSlots = WeakValueDictionary[bytes, asyncio.Semaphore]  # by tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,23 +100,13 @@ def parsed(lines: Sequence[bytes]) -> list[Any]:
     return stored_items.validate_python([orjson.loads(line) for line in lines])
 
 
-class DocumentSlots:
-    """Limits the documents that a tenant transfers concurrently. Others wait, because the runtime
-    would refuse them."""
-
-    def __init__(self) -> None:
-        self._slots: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
-
-    def of(self, tenant: bytes) -> asyncio.Semaphore:
-        return self._slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT))
-
-
 class DocumentClient:
     """Loads and stores the documents of one caller."""
 
     def __init__(self, request: Request) -> None:
         slots: DocumentSlots = getattr(request.state, DOCUMENT_SLOTS)
-        self._slots = slots.of(caller_of(request).salt)
+        tenant = caller_of(request).salt
+        self._slots = slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT))
         self._admin = AdminClient.of_tenant(request)
         self._runtimes = models_of(request).runtimes
 
@@ -168,13 +158,7 @@ After = Annotated[
 
 def page_of(lines: Lines, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
     """A page of a document's items."""
-    return page(list(map(orjson.loads, lines)), limit=limit, order=order, after=after)
-
-
-def page(
-    items: Sequence[dict[str, Any]], *, limit: int, order: str, after: str | None
-) -> dict[str, Any]:
-    ordered = list(items) if order == "asc" else list(reversed(items))
+    ordered = [orjson.loads(line) for line in (lines if order == "asc" else reversed(lines))]
     start = 0
     if after is not None:
         places = (place for place, item in enumerate(ordered) if item.get("id") == after)
@@ -192,35 +176,3 @@ def page(
         "last_id": shown[-1]["id"] if shown else None,
         "has_more": start + limit < len(ordered),
     }
-
-
-class OpenResponse(Protocol):
-    """A response that is being computed. Other requests can show and cancel it."""
-
-    async def cancel(self) -> dict[str, Any]:
-        """End it with what was generated so far, and return it."""
-
-    def discard(self) -> bool:
-        """End it and store nothing. Returns False if it is already ending."""
-
-    def so_far(self) -> dict[str, Any]: ...
-
-    @property
-    def input_lines(self) -> Lines:
-        """The items that it answers."""
-
-
-class OpenResponses:
-    """The open responses of all callers. Each caller sees its own."""
-
-    def __init__(self) -> None:
-        self._answers: dict[tuple[bytes, str], OpenResponse] = {}
-
-    def add(self, tenant: bytes, key: str, answer: OpenResponse) -> None:
-        self._answers[tenant, key] = answer
-
-    def drop(self, tenant: bytes, key: str) -> None:
-        self._answers.pop((tenant, key), None)
-
-    def find(self, tenant: bytes, key: str) -> OpenResponse | None:
-        return self._answers.get((tenant, key))

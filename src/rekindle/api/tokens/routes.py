@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import MAX_ITEMS, NO_LIMIT, STRICT, FreeObject, Text, Tokens
+from rekindle.api.base.fields import MAX_ITEMS, NO_LIMIT, FreeObject, StrictModel, Text, Tokens
 from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.tools import Tools, described
@@ -27,10 +27,8 @@ router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 props_router = APIRouter(tags=["llama.cpp"])
 
 
-class ConversationBase(BaseModel):
+class ConversationBase(StrictModel):
     """The fields that decide how a conversation is rendered."""
-
-    model_config = STRICT
 
     model: str | None = None
     tools: Tools | None = None
@@ -104,16 +102,12 @@ class TokenizeRequest(ConversationBase):
         return self.prompt is not None if given is None else given
 
 
-class DetokenizeRequest(BaseModel):
-    model_config = STRICT
-
+class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: Tokens
 
 
-class TokenCountRequest(BaseModel):
-    model_config = STRICT
-
+class TokenCountRequest(StrictModel):
     model: str | None = None
     text: Text
 
