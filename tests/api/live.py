@@ -1,4 +1,4 @@
-"""The application on a real socket: uvicorn on loopback, in a thread of its own."""
+"""The application on a real socket: uvicorn on loopback, in its own thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A runtime that plays scripts of events, and the real application in front of it."""
+"""A runtime that plays scripted events, behind the real application."""
 
 from __future__ import annotations
 

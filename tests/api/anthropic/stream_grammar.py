@@ -1,4 +1,4 @@
-"""The grammar of a stream of Anthropic's Messages: every stream in the tests is held to it."""
+"""The grammar of a stream of Anthropic's Messages. Every stream in the tests is checked."""
 
 from __future__ import annotations
 

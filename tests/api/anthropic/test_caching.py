@@ -1,4 +1,4 @@
-"""Why a prompt was not all found, beside a message that the client names."""
+"""Diagnostics: why the state of a named message was not reused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def report(reason: Reason, key: str | None = "abc", reused: int = 4) -> CacheRep
         (Reason.REQUEST_SHORTER, "messages_changed"),
     ],
 )
-def test_each_change_is_told_with_what_it_cost(reason: Reason, told: str) -> None:
+def test_each_change_is_reported_with_its_missed_tokens(reason: Reason, told: str) -> None:
     found = diagnostics(new_message_id("tiny"), "tiny", 10, report(reason))
     assert found == {"cache_miss_reason": {"type": told, "cache_missed_input_tokens": 6}}
 
@@ -36,7 +36,7 @@ def test_a_request_that_only_grew_has_nothing_to_tell() -> None:
     assert diagnostics(None, "tiny", 10, report(Reason.NOT_CACHED, key=None)) is None
 
 
-def test_what_is_not_known_is_told_to_be_unknown() -> None:
+def test_an_unknown_previous_message_is_reported() -> None:
     def kind(previous: str, cache: CacheReport) -> Any:
         found = diagnostics(previous, "tiny", 10, cache)
         assert found is not None

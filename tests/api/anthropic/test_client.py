@@ -55,7 +55,7 @@ def client_of(*scripts: Script) -> Iterator[tuple[anthropic.Anthropic, ScriptedR
         yield client, runtime
 
 
-def test_a_message_comes_whole_with_what_was_read_from_the_cache() -> None:
+def test_a_whole_message_reports_the_tokens_read_from_the_cache() -> None:
     with client_of(CACHED) as (client, _):
         message = client.messages.create(**ASK, cache_control={"type": "ephemeral"})
     [block] = message.content

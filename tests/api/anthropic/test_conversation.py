@@ -1,4 +1,4 @@
-"""Messages in Anthropic's form become those that templates read, in their places."""
+"""Messages in Anthropic's form are converted to those that templates read."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_system_message_stays_where_it_is() -> None:
     assert sent[3]["content"] == "It is noon."
 
 
-def test_results_come_before_what_the_user_says_of_them() -> None:
+def test_tool_results_come_before_the_users_text() -> None:
     both = {"role": "user", "content": [result("blue"), text("What is it?")]}
     assert messages_sent(USER, CALL, both) == [
         USER,
@@ -187,7 +187,7 @@ def test_documents_and_search_results_are_text() -> None:
     assert sent["content"] == "Notes\nOne.\nT\nS\nTwo."
 
 
-def test_what_other_servers_tools_left_behind_is_left_out() -> None:
+def test_blocks_of_other_servers_tools_are_left_out() -> None:
     search = {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}
     found = {"type": "web_search_tool_result", "tool_use_id": "s", "content": []}
     sent = messages_sent(USER, {"role": "assistant", "content": [search, found, text("42")]}, USER)
@@ -212,5 +212,5 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
         ([CALL["content"][0]], "'tool_use' belong in messages of the role 'assistant'"),
     ],
 )
-def test_what_is_no_content_is_refused_with_its_place(content: Any, reason: str) -> None:
+def test_invalid_content_is_refused_with_its_place(content: Any, reason: str) -> None:
     assert reason in refused(messages=[{"role": "user", "content": content}])

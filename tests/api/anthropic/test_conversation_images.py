@@ -1,4 +1,4 @@
-"""Pictures in messages and in what tools return."""
+"""Images in messages and tool results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in the shape that Anthropic's clients read."""
+"""Errors in the format that Anthropic's clients read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_each_failure_has_its_type(failure: ServerError, status: int, kind: str)
 
 
 @pytest.mark.parametrize("at_least", [False, True])
-def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know(at_least: bool) -> None:
+def test_a_context_overflow_has_the_wording_that_clients_know(at_least: bool) -> None:
     too_long = ContextTooLong(5000, 4096, param="messages", at_least=at_least)
     response = ask(Front(ScriptedRuntime([Failed(0, too_long.info)])))
     assert response.status_code == 400
@@ -38,7 +38,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_know(at_lea
     }
 
 
-def test_a_missing_key_and_an_unknown_path_are_told_in_this_shape() -> None:
+def test_a_missing_key_and_an_unknown_path_have_this_error_format() -> None:
     keyed = Front(api_key=["secret"])
     assert error(ask(keyed))["type"] == "authentication_error"
     assert error(keyed.post(PATH, HELLO, headers={"x-api-key": "wrong"}))["type"] == (
@@ -50,7 +50,7 @@ def test_a_missing_key_and_an_unknown_path_are_told_in_this_shape() -> None:
     assert error(Front().get(PATH))["type"] == "not_found_error"
 
 
-def test_broken_json_is_told_in_this_shape() -> None:
+def test_broken_json_has_this_error_format() -> None:
     headers = {"content-type": "application/json"}
     response = Front().request("POST", PATH, content=b"{", headers=headers)
     assert "not valid JSON" in error(response)["message"]

@@ -1,4 +1,4 @@
-"""A message, whole and streamed: its content, its end and what it cost."""
+"""A message, whole and streamed: its content, its end and its usage."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_arguments_come_while_they_are_generated() -> None:
     assert "".join(pieces) == PARIS
 
 
-def test_a_call_that_was_cut_off_loses_nothing_of_what_the_model_wrote() -> None:
+def test_a_truncated_call_keeps_all_of_the_models_text() -> None:
     script = [*calling(("weather", '{"city": "Par'))[:-1], finished("length")]
     [call] = whole(*script)["content"]
     assert call["input"] == {"arguments": '{"city": "Par'}
@@ -131,7 +131,7 @@ def test_each_end_has_its_reason(end: Finished, reason: str) -> None:
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, None)
 
 
-def test_the_stop_sequence_that_was_met_is_told() -> None:
+def test_the_reply_names_its_stop_sequence() -> None:
     end = structs.replace(finished(), stop_string="END")
     message = both(*reply("x", end=end), stop_sequences=["STOP", "END"])
     assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "END")
@@ -144,7 +144,7 @@ def marked(ttl: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ttl", "place"), [(None, "5m"), ("5m", "5m"), ("1h", "1h")])
-def test_what_is_read_and_what_is_created_add_up_to_the_prompt(ttl: str | None, place: str) -> None:
+def test_read_and_created_tokens_add_up_to_the_prompt(ttl: str | None, place: str) -> None:
     spent = both(*CACHED, **marked(ttl))["usage"]
     assert spent["cache_read_input_tokens"] == 7
     assert spent["cache_creation_input_tokens"] == 3
@@ -184,7 +184,7 @@ def test_a_failure_in_a_stream_is_its_last_event() -> None:
 
 
 @pytest.mark.parametrize("begun", [[], [Started(0, 10, 0)], [Started(0, 10, 0), delta("x")]])
-def test_a_client_that_waits_gets_pings(begun: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_client_gets_pings(begun: list[Step], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MessageReply, "keep_alive_s", 0.01)
     runtime = ScriptedRuntime([*begun, Pause()])
     with (

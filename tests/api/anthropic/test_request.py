@@ -48,7 +48,7 @@ def test_a_form_is_enforced(fields: Any) -> None:
         ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
     ],
 )
-def test_how_much_to_think_is_told_the_template(fields: Any, kwargs: dict[str, Any]) -> None:
+def test_the_reasoning_effort_reaches_the_template(fields: Any, kwargs: dict[str, Any]) -> None:
     assert requested(**fields).template_kwargs == kwargs
 
 
@@ -65,7 +65,9 @@ def test_a_user_id_is_a_name_and_nothing_else() -> None:
 
 @pytest.mark.parametrize(("ttl", "seconds"), [("5m", 300.0), ("1h", 3600.0)])
 @pytest.mark.parametrize("place", ["body", "system", "tool", "message", "result"])
-def test_a_mark_pins_what_is_computed_for_its_time(place: str, ttl: str, seconds: float) -> None:
+def test_a_cache_mark_pins_the_computed_state_for_its_lifetime(
+    place: str, ttl: str, seconds: float
+) -> None:
     mark = {"cache_control": {"type": "ephemeral", "ttl": ttl}}
     block = {"type": "text", "text": "x", **mark}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [block]}

@@ -1,4 +1,4 @@
-"""The list of models in Anthropic's shape, and the first sign of life."""
+"""The list of models in Anthropic's form, and /api/hello."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_models_are_listed_in_this_shape_when_a_version_is_sent() -> None:
     assert [each["id"] for each in again["data"]] == ["one", "two"]
 
 
-def test_the_context_is_told_where_clients_can_see_it() -> None:
+def test_the_list_of_models_shows_the_context_size() -> None:
     """unsloth PR 9940: clients take 200k of context for granted."""
     [model] = Front().get("/v1/models", headers=VERSION).json()["data"]
     assert model["max_input_tokens"] == 4096

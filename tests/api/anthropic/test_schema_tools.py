@@ -1,4 +1,4 @@
-"""Tools and the choice among them."""
+"""Tools and `tool_choice`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
         ({"type": "none"}, ToolUse(choice="none")),
     ],
 )
-def test_each_choice_is_what_the_runtime_takes(choice: Any, use: ToolUse) -> None:
+def test_each_tool_choice_reaches_the_runtime(choice: Any, use: ToolUse) -> None:
     request = requested(tools=[TOOL], tool_choice=choice)
     assert request.tool_use == use
     assert request.tools == [LOOK]
@@ -63,7 +63,7 @@ def test_a_strange_type_cannot_write_headers() -> None:
     assert response.headers["x-ignored-tools"] == "a??set-cookie??x"
 
 
-def test_without_such_tools_there_is_no_header() -> None:
+def test_without_ignored_tools_there_is_no_header() -> None:
     assert "x-ignored-tools" not in ask(Front(), tools=[TOOL]).headers
 
 

@@ -1,4 +1,4 @@
-"""Bad requests: one sentence in OpenAI's shape that names the field and what it takes."""
+"""Bad requests: one sentence that names the field and the values it takes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def sent(content: bytes | str) -> httpx.Response:
     ],
     ids=lambda content: str(content[:24]),
 )
-def test_what_is_no_json_is_refused(content: bytes | str) -> None:
+def test_invalid_json_is_refused(content: bytes | str) -> None:
     found = refused(sent(content))
     assert found["param"] is None
     assert "body" in found["message"]
@@ -153,7 +153,7 @@ def test_the_last_of_two_equal_keys_counts() -> None:
         ),
     ],
 )
-def test_a_known_field_with_a_bad_value_says_what_it_takes(
+def test_a_known_field_with_a_bad_value_is_refused_with_the_values_it_takes(
     field: str, value: Any, sentence: str
 ) -> None:
     front = Front()
@@ -193,7 +193,7 @@ def test_prompt_has_one_sentence_for_all_it_may_be(prompt: Any) -> None:
     assert found["param"] == "prompt"
 
 
-def test_what_is_needed_is_said_to_be_missing() -> None:
+def test_a_missing_field_is_named() -> None:
     assert refused(Front().post(CHAT, {}))["message"] == "`messages` is missing."
     assert refused(Front().post(TEXT, {}))["message"] == "`prompt` is missing."
 
@@ -228,7 +228,7 @@ def test_top_logprobs_need_logprobs() -> None:
         ("chat_template", "{{ ''.__class__ }}"),
     ],
 )
-def test_what_is_not_served_yet_is_refused_by_name(field: str, value: Any) -> None:
+def test_an_unsupported_field_is_refused_by_name(field: str, value: Any) -> None:
     found = refused(Front().chat(**{field: value}), "unsupported_parameter")
     assert found["param"] == field
     assert f"`{field}`" in found["message"]
@@ -249,7 +249,7 @@ def test_a_text_completion_takes_nothing_of_a_chat(field: str, value: Any) -> No
 
 @pytest.mark.parametrize(("field", "instead"), [("functions", "tools"),
                                                 ("function_call", "tool_choice")])  # fmt: skip
-def test_the_older_form_of_tool_calling_is_told_the_newer(field: str, instead: str) -> None:
+def test_legacy_tool_calling_is_refused_with_a_remedy(field: str, instead: str) -> None:
     found = refused(Front().chat(**{field: [{"name": "f"}]}), "unsupported_parameter")
     assert f"send `{instead}` instead of `{field}`" in found["message"]
 
@@ -265,7 +265,7 @@ def test_the_older_form_of_tool_calling_is_told_the_newer(field: str, instead: s
         ("parallel_tool_calls", True),
     ],
 )
-def test_asking_for_what_happens_anyway_is_fine(field: str, value: Any) -> None:
+def test_a_value_that_changes_nothing_is_accepted(field: str, value: Any) -> None:
     assert Front().chat(**{field: value}).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""Requests with pictures and videos, up to what the runtime gets of them."""
+"""Requests with images and videos, up to the request that the runtime gets."""
 
 from __future__ import annotations
 
@@ -94,13 +94,13 @@ def test_the_nth_image_part_is_the_nth_picture() -> None:
     assert requested.messages[2]["content"] == [{"type": "text", "text": "Red and blue."}]
 
 
-def test_tools_may_return_pictures() -> None:
+def test_tools_may_return_images() -> None:
     result = {"role": "tool", "tool_call_id": "c1", "content": [RED_PART]}
     requested = asked(user(QUESTION), result)
     assert requested.pictures == [RED_PICTURE]
 
 
-def test_a_reply_has_no_pictures() -> None:
+def test_a_reply_has_no_images() -> None:
     front = Front(ScriptedRuntime(sees=True))
     answer = front.chat(messages=[{"role": "assistant", "content": [RED_PART]}])
     assert answer.status_code == 400
@@ -212,7 +212,7 @@ def test_a_bad_picture_is_a_400_that_says_where(part: dict[str, Any], code: str)
     assert front.runtime.requests == []
 
 
-def test_pictures_are_prepared() -> None:
+def test_images_are_prepared() -> None:
     front = Front(ScriptedRuntime(sees=True))
     body = {"messages": [user(RED_PART)], "resize": [8, 6]}
     front.post("/v1/cache/prepare", body)
@@ -225,7 +225,7 @@ def test_pictures_are_prepared() -> None:
     assert op.messages == [user({"type": "image"})]
 
 
-def test_a_large_data_url_is_no_text_to_prepare() -> None:
+def test_a_large_data_url_does_not_count_as_text_to_prepare() -> None:
     noise = saved(plain(size=(600, 600)), "BMP")
     front = Front(ScriptedRuntime(sees=True))
     url = data_url(noise)
@@ -234,7 +234,7 @@ def test_a_large_data_url_is_no_text_to_prepare() -> None:
     assert len(front.runtime.requested.pictures) == 1
 
 
-def test_pictures_are_validated() -> None:
+def test_images_are_validated() -> None:
     result = Validation(
         status="hit", reusable_tokens=9, invalidated_at=None, reason=Reason.FULL_MATCH
     )
@@ -246,7 +246,7 @@ def test_pictures_are_validated() -> None:
     assert op.pictures == [RED_PICTURE]
 
 
-def test_the_list_of_models_says_what_they_read() -> None:
+def test_the_list_of_models_shows_their_modalities() -> None:
     front = Front(ScriptedRuntime(), ScriptedRuntime(name="eyes", sees=True))
     listed = front.get("/v1/models").json()["data"]
     assert [model["modalities"] for model in listed] == [["text"], ["image", "text"]]

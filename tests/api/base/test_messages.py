@@ -1,4 +1,4 @@
-"""Messages as clients really send them, and what of them the template sees."""
+"""Messages as clients send them, and what the template reads of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_reasoning_is_known_by_two_names() -> None:
     assert seen(both, alias, {**both, "reasoning": "other"}) == [both, both, both]
 
 
-def test_what_openais_client_dumps_of_a_reply_can_be_sent_back() -> None:
+def test_a_reply_dumped_by_openais_client_can_be_sent_back() -> None:
     dumped = {
         "content": None, "refusal": None, "role": "assistant", "annotations": [], "audio": None,
         "function_call": None, "parsed": None, "reasoning_content": "Hm.",
@@ -79,7 +79,7 @@ def test_what_openais_client_dumps_of_a_reply_can_be_sent_back() -> None:
     }  # fmt: skip
 
 
-def test_what_litellm_makes_of_a_conversation_is_understood() -> None:
+def test_litellms_form_of_a_conversation_is_understood() -> None:
     reply = {
         "content": "", "role": "assistant", "function_call": None,
         "provider_specific_fields": None,
@@ -94,7 +94,7 @@ def test_what_litellm_makes_of_a_conversation_is_understood() -> None:
 
 
 @pytest.mark.parametrize("nothing", [None, []])
-def test_a_reply_without_calls_does_not_look_like_one_that_called(nothing: Any) -> None:
+def test_empty_tool_calls_of_a_reply_are_dropped(nothing: Any) -> None:
     reply = {"role": "assistant", "content": "Hello"}
     assert seen({**reply, "tool_calls": nothing}) == [reply]
 
@@ -140,11 +140,13 @@ def test_a_reply_without_calls_does_not_look_like_one_that_called(nothing: Any) 
         ),
     ],
 )
-def test_a_message_that_is_none_says_what_it_takes(message: dict[str, Any], sentence: str) -> None:
+def test_an_invalid_message_is_refused_with_the_values_it_takes(
+    message: dict[str, Any], sentence: str
+) -> None:
     assert refusal(message) == sentence
 
 
-def test_the_older_role_of_a_result_is_told_the_newer() -> None:
+def test_the_legacy_role_of_a_result_is_refused_with_a_remedy() -> None:
     message = refusal({"role": "function", "name": "add", "content": "2"})
     assert "role 'function'" in message
     assert "role 'tool'" in message

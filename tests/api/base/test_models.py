@@ -82,7 +82,7 @@ def test_without_a_number_the_cache_is_that_of_all_models() -> None:
     assert models(answering(STATS)).get("/v1/cache/stats").json()["total_entries"] == 10
 
 
-def test_without_a_number_sessions_are_those_of_the_first() -> None:
+def test_without_a_number_the_first_models_sessions_are_listed() -> None:
     front = models(holding(ENTRY))
     assert front.get("/v1/internal/model/kv_cache/info").json()["model"] == "first"
 

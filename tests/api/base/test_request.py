@@ -1,4 +1,4 @@
-"""Names outside of a request's own fields, in every dialect."""
+"""The session header names the conversation, in every dialect."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def test_a_signature_is_of_its_text_alone(text: str, other: str) -> None:
 
 
 @given(st.text())
-def test_whatever_is_sent_as_a_signature_is_no_error(damaged: str) -> None:
+def test_any_signature_is_accepted(damaged: str) -> None:
     assert opened("text", damaged) is None
     assert opened("", f"{sign('x')}.{damaged}") is None or not damaged
 
@@ -48,19 +48,19 @@ def bomb(size_bytes: int) -> str:
     return f"{sign('another text')}.{packed}"
 
 
-def test_what_is_damaged_counts_as_well() -> None:
-    allowance, damaged = TextBudget(3 * PIECE_BYTES), seal("x" * (PIECE_BYTES // 2))[:-8]
+def test_damaged_packed_text_counts_towards_the_limit() -> None:
+    budget, damaged = TextBudget(3 * PIECE_BYTES), seal("x" * (PIECE_BYTES // 2))[:-8]
     damaged += "AAAAAAA="  # another checksum
-    assert signed_text("", damaged, allowance) is None
-    assert signed_text("", damaged, allowance) is None
+    assert signed_text("", damaged, budget) is None
+    assert signed_text("", damaged, budget) is None
     with pytest.raises(BadRequest, match="characters of text"):
-        signed_text("", damaged, allowance)
+        signed_text("", damaged, budget)
 
 
-def test_what_is_unpacked_counts_for_the_whole_request() -> None:
+def test_packed_texts_count_towards_one_limit_for_the_request() -> None:
     """Whether it is a text of ours or not."""
-    allowance = TextBudget(1_000_000)
+    budget = TextBudget(1_000_000)
     assert len(bomb(600_000)) < 2000
-    assert signed_text("", bomb(600_000), allowance) is None
+    assert signed_text("", bomb(600_000), budget) is None
     with pytest.raises(BadRequest, match="characters of text"):
-        signed_text("", bomb(600_000), allowance)
+        signed_text("", bomb(600_000), budget)

@@ -1,4 +1,4 @@
-"""Tools: what a request may say of them, and how a reply's calls and reasoning are written."""
+"""Tools of a request, and the calls and reasoning of a reply."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_null_of_a_tool_says_nothing_and_one_of_its_schema_stays() -> None:
     assert requested(tools=[spoken]).tools == [WEATHER]
 
 
-def test_what_a_template_may_know_of_a_function_is_passed_on() -> None:
+def test_unknown_fields_of_a_function_are_passed_on() -> None:
     function = {"name": "f", "strict": True, "return": {"type": "string"}}
     assert requested(tools=[{"type": "function", "function": function}]).tools == [
         {"type": "function", "function": function}
@@ -95,7 +95,7 @@ def test_tools_that_are_not_allowed_are_not_offered() -> None:
 
 
 @pytest.mark.parametrize(("sent", "parallel"), [(None, True), (True, True), (False, False)])
-def test_several_calls_at_once_can_be_refused(sent: bool | None, parallel: bool) -> None:
+def test_parallel_calls_can_be_refused(sent: bool | None, parallel: bool) -> None:
     assert requested(tools=TOOLS, parallel_tool_calls=sent).tool_use.parallel is parallel
 
 
@@ -137,7 +137,7 @@ NAME = "takes a name of 1 to 64 letters, digits, dots, dashes and underscores."
         (function() * 129, "`tools` takes at most 128 items."),
     ],
 )
-def test_a_tool_that_is_none_says_what_it_takes(tools: Any, sentence: str) -> None:
+def test_an_invalid_tool_is_refused_with_the_values_it_takes(tools: Any, sentence: str) -> None:
     front = Front()
     answer = front.chat(tools=tools)
     assert answer.status_code == 400
@@ -232,7 +232,7 @@ def test_a_reply_that_only_calls_has_no_content() -> None:
     }  # fmt: skip
 
 
-def test_what_is_said_before_a_call_is_content() -> None:
+def test_text_before_a_call_is_content() -> None:
     runtime = ScriptedRuntime(calling(PARIS, before=[delta("Let me "), delta("look.")]))
     message = Front(runtime).chat(tools=TOOLS).json()["choices"][0]["message"]
     assert message["content"] == "Let me look."
@@ -274,7 +274,7 @@ THINKING: list[Step] = [
 ]
 
 
-def test_reasoning_stands_beside_the_content() -> None:
+def test_reasoning_has_a_field_of_its_own() -> None:
     body = Front(ScriptedRuntime(THINKING)).chat().json()
     message = body["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("2", "Hm, two.")
@@ -315,7 +315,7 @@ def test_choices_call_each_for_itself() -> None:
     assert "tool_calls" not in says["message"]
 
 
-def test_each_choice_of_a_stream_begins_with_what_it_is() -> None:
+def test_each_choice_of_a_stream_begins_with_its_role() -> None:
     """A reply that only calls has no content, whichever choice it is."""
     runtime = ScriptedRuntime(reply("Hi"), calling(("get_weather", "{}")))
     found = chunks(Front(runtime).chat(tools=TOOLS, n=2, stream=True))

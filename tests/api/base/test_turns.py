@@ -1,5 +1,4 @@
-"""The events of a request's turns: those that come together are written together; and progress
-through a prompt, for clients that ask, and in the log when it lasts."""
+"""Turns: events that arrive together are written together, and prefill progress is reported."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def test_a_runtime_is_asked_for_progress_when_a_stream_will_tell_it(
     assert front.runtime.requested.progress is bool(stream and progress)
 
 
-def test_progress_nobody_asked_for_is_not_told() -> None:
+def test_progress_is_sent_only_on_request() -> None:
     assert "prefill" not in "".join(streamed())
     assert "prefill" not in Front(ScriptedRuntime(SCRIPT)).chat().text
 
@@ -88,7 +87,7 @@ def lines(caplog: pytest.LogCaptureFixture, *events: tuple[float, Event]) -> lis
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_prompt_that_takes_long_is_told_of_every_five_seconds(
+def test_a_long_prefill_is_logged_every_five_seconds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     events = [(float(s), Prefill(12, s * 100, 9000)) for s in range(1, 13)]
@@ -135,18 +134,18 @@ async def arrived(*script: Step) -> list[list[Event]]:
     return groups
 
 
-def test_events_that_have_come_are_taken_at_once() -> None:
+def test_events_that_have_arrived_are_collected_together() -> None:
     [events] = asyncio.run(arrived(*reply("Hel", "lo")))
     assert [type(event).__name__ for event in events] == ["Started", "Delta", "Delta", "Finished"]
 
 
-def test_what_came_before_a_failure_is_not_lost() -> None:
+def test_events_before_a_failure_are_not_lost() -> None:
     problem = failed(500, "server_error", None, "broken")
     [events] = asyncio.run(arrived(*reply("Hel", end=problem)))
     assert [type(event).__name__ for event in events] == ["Started", "Delta"]
 
 
-def test_a_stream_that_is_over_is_let_go_of_without_a_collector() -> None:
+def test_a_finished_stream_is_freed_without_the_garbage_collector() -> None:
     """It has the whole request."""
 
     class Stream:

@@ -68,7 +68,7 @@ def test_a_tenant_asks_for_itself_and_the_admin_for_all(method: str, path: str) 
     assert b"" != tenant.salt != admin.salt
 
 
-def test_whose_an_entry_is_is_told_to_the_admin_alone() -> None:
+def test_only_admins_see_the_tenant_of_an_entry() -> None:
     front = keyed(holding(ENTRY))
     assert front.get("/v1/cache", headers=ROOT).json()["entries"][0]["tenant"] == "7e4a"
     assert "tenant" not in front.get("/v1/cache", headers=ALPHA).json()["entries"][0]
@@ -84,7 +84,7 @@ def test_an_entry_is_found_whichever_model_has_it() -> None:
     assert evicted.json() == {"status": "evicted", "cache_key": "key-1"}
 
 
-def test_what_the_disk_did_not_take_is_said_to_hold_until_a_restart_only() -> None:
+def test_a_change_that_the_disk_refused_is_reported_as_not_durable() -> None:
     entries = front_of(answering(entry("key-1", durable=False)))
     assert entries.post("/v1/cache/key-1/pin", {}).json()["durable"] is False
     assert entries.post("/v1/cache/key-1/unpin", {}).json()["durable"] is False
@@ -112,14 +112,14 @@ def test_an_unknown_key_is_not_found_whatever_it_looks_like(
     assert error(answer)["code"] == "cache_key_not_found"
 
 
-def test_a_model_that_is_away_may_be_the_one_that_knows_the_key() -> None:
+def test_an_unavailable_model_may_have_the_key() -> None:
     front = front_of(holding(), holding(ENTRY))
     front.runtimes[1].supervisor.ready = None
     assert front.get("/v1/cache/key-1").status_code == 503
     assert front.get("/v1/cache").status_code == 503
 
 
-def test_another_refusal_is_passed_on_as_it_is() -> None:
+def test_another_refusal_is_passed_on_unchanged() -> None:
     full = reported(507, "insufficient_storage_error", "pins_exceed_budget", "no room")
     answer = front_of(answering(full), holding(ENTRY)).post("/v1/cache/key-1/pin", {})
     assert answer.status_code == 507
@@ -127,7 +127,7 @@ def test_another_refusal_is_passed_on_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"  {}"])
-def test_what_has_expired_is_collected_from_all_models(content: bytes) -> None:
+def test_expired_entries_are_collected_from_all_models(content: bytes) -> None:
     front = front_of(answering(Removed(2, 300)), answering(Removed(1, 50)))
     headers = {"content-type": "application/json"}
     answer = front.request("POST", "/v1/cache/gc", content=content, headers=headers)
@@ -181,7 +181,7 @@ def test_a_change_is_shown_where_it_is() -> None:
     }
 
 
-def test_an_unknown_key_is_a_miss_and_one_of_another_model_is_told_to_be_that() -> None:
+def test_an_unknown_key_is_a_miss_and_a_key_of_another_model_a_mismatch() -> None:
     assert validated(answering(UNKNOWN)).json()["reason"] == "cache_key_not_found"
     result = validated(answering(UNKNOWN), answering(unknown_key())).json()
     assert (result["status"], result["reason"]) == ("miss", "cache_key_not_found")
@@ -201,7 +201,9 @@ def test_an_unknown_key_is_a_miss_and_one_of_another_model_is_told_to_be_that() 
         ("model", 3, "`model` takes a string, not a number."),
     ],
 )
-def test_a_bad_question_says_what_it_takes(field: str, value: Any, sentence: str) -> None:
+def test_a_bad_request_is_refused_with_the_values_it_takes(
+    field: str, value: Any, sentence: str
+) -> None:
     answer = validated(answering(HIT), **{field: value})
     assert answer.status_code == 400
     assert error(answer)["message"] == sentence

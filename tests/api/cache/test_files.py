@@ -1,4 +1,4 @@
-"""State in files over HTTP: whose it is, where it passes through, and what is refused."""
+"""Export and import over HTTP: ownership, paths and refusals."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_an_admin_acts_for_itself_alone() -> None:
         (CONTENT, {}, 415),
     ],
 )
-def test_what_is_no_upload_is_refused(
+def test_a_request_without_an_upload_is_refused(
     content: bytes, headers: dict[str, str], status: int, folder: Path
 ) -> None:
     asked = front(Files())

@@ -1,4 +1,4 @@
-"""/v1/internal/model/kv_cache: sessions by their ids."""
+"""/v1/internal/model/kv_cache: sessions by id."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_id_is_a_number_or_a_string(session_id: Any) -> None:
 
 
 @pytest.mark.parametrize("seconds", [0, 0.5, 3600, 1e300])
-def test_what_was_not_used_for_long_is_removed(seconds: float) -> None:
+def test_unused_state_is_removed(seconds: float) -> None:
     front = front_of(answering(Removed(4, 400)))
     answer = front.post(f"{ROOM}/remove_old_caches", {"seconds": seconds})
     assert answer.json() == {"status": "ok", "removed": 4, "freed_bytes": 400}

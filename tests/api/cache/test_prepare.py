@@ -37,7 +37,7 @@ def prepare(front: Front, **fields: Any) -> httpx.Response:
     return front.post(PATH, {"model": "tiny", "messages": [SYSTEM], **fields})
 
 
-def test_the_documented_request_is_computed_kept_and_told() -> None:
+def test_the_documented_request_is_computed_kept_and_reported() -> None:
     front = ready()
     answer = prepare(front, tools=TOOLS, warm=True, pinned=True, ttl=3600)
     assert (answer.status_code, answer.json()) == (200, PREPARED)
@@ -59,7 +59,7 @@ def test_a_request_that_says_little_gets_the_documented_defaults() -> None:
     assert front.runtime.requested.tools is None
 
 
-def test_what_is_prepared_is_the_tenants_own() -> None:
+def test_prepared_state_belongs_to_the_tenant() -> None:
     front = ready(api_key=["alpha"], admin_key=["root"])
     headers = {"Authorization": "Bearer root"}
     front.post(PATH, {"messages": [SYSTEM]}, headers=headers)
@@ -67,13 +67,13 @@ def test_what_is_prepared_is_the_tenants_own() -> None:
     assert not front.runtime.admin_request.admin
 
 
-def test_an_exact_server_prepares_what_exact_turns_can_use() -> None:
+def test_an_exact_server_prepares_state_for_exact_turns() -> None:
     front = ready(exact=True)
     prepare(front)
     assert front.runtime.requested.exact
 
 
-def test_a_server_that_normalises_nothing_prepares_what_its_chats_will_ask_for() -> None:
+def test_a_server_that_does_not_normalise_prepares_prompts_as_sent() -> None:
     front = ready(normalise=False)
     prepare(front)
     assert not front.runtime.requested.normalise
@@ -105,7 +105,7 @@ def test_a_warming_that_fails_is_that_failure() -> None:
     assert prepare(Front(ScriptedRuntime([TooManyRequests("full")]))).status_code == 429
 
 
-def test_state_that_is_lost_at_once_is_a_failure_too() -> None:
+def test_state_that_is_lost_right_away_is_a_failure() -> None:
     assert prepare(ready(finished())).status_code == 500
     front = Front(ScriptedRuntime([KEPT], answers=holding()))
     answer = prepare(front)
@@ -140,7 +140,9 @@ def test_a_server_that_reuses_nothing_prepares_nothing() -> None:
         ("ttl", None, "`ttl` takes a number of seconds. Null, which means never, needs `pinned: "),
     ],
 )
-def test_a_bad_value_says_what_it_takes(field: str, value: Any, sentence: str) -> None:
+def test_a_bad_value_is_refused_with_the_values_it_takes(
+    field: str, value: Any, sentence: str
+) -> None:
     front = ready()
     answer = prepare(front, **{field: value})
     assert answer.status_code == 400

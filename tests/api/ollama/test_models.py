@@ -1,4 +1,4 @@
-"""Which models there are, in Ollama's words."""
+"""The list of models in Ollama's form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_all_are_loaded_and_stay_so() -> None:
     assert tiny["expires_at"].startswith("9999")
 
 
-def test_a_model_shows_its_architecture_its_context_and_what_it_can_do() -> None:
+def test_a_model_shows_its_architecture_context_and_capabilities() -> None:
     front = Front(described())
     for body in ({"model": "tiny"}, {"name": "tiny:latest"}):
         found = front.post("/api/show", body).json()
@@ -55,7 +55,7 @@ def test_a_model_shows_its_architecture_its_context_and_what_it_can_do() -> None
     assert front.post("/api/show", {"model": "none"}).status_code == 404
 
 
-def test_what_is_not_served_under_api_is_said_in_ollamas_shape() -> None:
+def test_unknown_paths_under_api_have_ollamas_error_format() -> None:
     answer = Front().post("/api/push", {"model": "tiny"})
     assert answer.status_code == 404
     assert "/api/push is not served here" in answer.json()["error"]

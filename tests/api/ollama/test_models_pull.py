@@ -49,13 +49,13 @@ def test_another_is_fetched_with_a_line_for_each_percent(front: Front) -> None:
     assert last == {"status": "success"}
 
 
-def test_what_cannot_be_fetched_is_said(front: Front) -> None:
+def test_a_model_that_cannot_be_pulled_is_an_error(front: Front) -> None:
     assert pull(front, model="none")[-1] == {"error": "there is no model called none"}
     assert pull(front, model="none", stream=False) == [{"error": "there is no model called none"}]
     assert "`model` is missing" in pull(front)[0]["error"]
 
 
-def test_a_machines_disk_is_its_operators(front: Front) -> None:
+def test_only_admins_pull_models(front: Front) -> None:
     assert "admin key" in pull(front, "user", model="smollm2")[0]["error"]
 
 

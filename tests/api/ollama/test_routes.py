@@ -72,7 +72,7 @@ def test_a_reply_to_a_prompt_is_streamed_likewise() -> None:
     assert generate(front, stream=False).json()["response"] == "Hello"
 
 
-def test_thinking_is_told_apart() -> None:
+def test_thinking_has_a_field_of_its_own() -> None:
     script = [*reply()[:1], reasoning("Hm."), *reply("Hi")[1:]]
     front = Front(ScriptedRuntime(script))
     first, second, _ = lines(chat(front))
@@ -133,7 +133,7 @@ def test_num_predict_may_be_without_a_limit(num_predict: int, limit: int | None)
     assert front.runtime.requested.max_tokens == limit
 
 
-def test_a_schema_is_what_the_reply_has_to_be() -> None:
+def test_a_schema_constrains_the_reply() -> None:
     front = Front()
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     chat(front, format=schema)
@@ -204,7 +204,7 @@ def test_a_failure_is_a_status_before_the_stream_and_a_line_within_it() -> None:
         ({"messages": [{"role": "assistant", "images": ["aa"]}]}, "leave out `images`"),
     ],
 )
-def test_what_is_wrong_is_named_in_ollamas_shape(fields: Any, message: str) -> None:
+def test_a_wrong_field_is_named_in_ollamas_error_format(fields: Any, message: str) -> None:
     answer = chat(Front(), **fields)
     assert answer.status_code == 400
     assert message in answer.json()["error"]
@@ -220,7 +220,7 @@ def test_what_is_wrong_is_named_in_ollamas_shape(fields: Any, message: str) -> N
         ({"context": ["a"]}, "context"),
     ],
 )
-def test_what_a_prompt_cannot_have_is_named(fields: Any, message: str) -> None:
+def test_a_wrong_field_of_a_prompt_is_named(fields: Any, message: str) -> None:
     runtime = ScriptedRuntime()
     assert runtime.ready is not None
     runtime.ready.vocabulary = 100
@@ -229,14 +229,14 @@ def test_what_a_prompt_cannot_have_is_named(fields: Any, message: str) -> None:
     assert message in answer.json()["error"]
 
 
-def test_a_reply_about_a_picture_has_no_context() -> None:
+def test_a_reply_about_an_image_has_no_context() -> None:
     front = Front(ScriptedRuntime(reply("red"), sees=True))
     answer = generate(front, images=[PIXEL], stream=False)
     assert answer.json()["response"] == "red"
     assert "context" not in answer.json()
 
 
-def test_a_reply_is_told_without_its_context_when_there_is_no_telling_it() -> None:
+def test_a_reply_has_no_context_if_the_runtime_does_not_answer() -> None:
     def busy(_op: AdminOp) -> AdminResult:
         raise TooManyRequests("busy")
 
@@ -244,14 +244,14 @@ def test_a_reply_is_told_without_its_context_when_there_is_no_telling_it() -> No
     assert (answer.json()["response"], "context" in answer.json()) == ("Hi", False)
 
 
-def test_a_raw_prompt_goes_as_it_is() -> None:
+def test_a_raw_prompt_is_not_rendered() -> None:
     front = Front()
     answer = generate(front, raw=True, stream=False).json()
     assert front.runtime.requested.prompt == "hello"
     assert "context" not in answer
 
 
-def test_a_prompt_goes_on_from_the_context_of_an_earlier_answer() -> None:
+def test_a_prompt_continues_the_context_of_an_earlier_answer() -> None:
     def tokens(op: AdminOp) -> AdminResult:
         """A model whose turn is `1 … 2`, whose reply begins with 3 and whose words are 9."""
         assert isinstance(op, Tokenize)

@@ -1,4 +1,4 @@
-"""`response_format`: what reaches the runtime, and what is refused."""
+"""`response_format`: which formats reach the runtime, and which are refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_form_reaches_the_runtime(sent: Any, structure: StructuredOutput | Non
         ),
     ],
 )
-def test_a_form_that_is_none_says_what_it_takes(sent: Any, sentence: str) -> None:
+def test_an_invalid_format_is_refused_with_the_values_it_takes(sent: Any, sentence: str) -> None:
     front = Front()
     answer = front.chat(response_format=sent)
     assert answer.status_code == 400

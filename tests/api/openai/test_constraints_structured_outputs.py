@@ -1,4 +1,4 @@
-"""vLLM's and llama.cpp's fields: what reaches the runtime, and what is refused."""
+"""vLLM's and llama.cpp's constraints: which reach the runtime, and which are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ONE_OF = (
         ("response_format", {"type": "json_object"}, {"schema": None}),
     ],
 )
-def test_what_a_reply_has_to_be_reaches_the_runtime(
+def test_the_reply_format_reaches_the_runtime(
     field: str, value: Any, structure: dict[str, Any]
 ) -> None:
     front = Front()
@@ -103,7 +103,9 @@ def test_an_empty_field_asks_for_nothing(field: str, value: Any) -> None:
         ),
     ],
 )
-def test_what_is_wrong_or_not_done_is_refused(field: str, value: Any, sentence: str) -> None:
+def test_wrong_and_unsupported_constraints_are_refused(
+    field: str, value: Any, sentence: str
+) -> None:
     front = Front()
     for ask in (front.chat, front.complete):
         answer = ask(**{field: value})
@@ -131,7 +133,7 @@ def test_what_is_wrong_or_not_done_is_refused(field: str, value: Any, sentence: 
         ),
     ],
 )
-def test_two_wishes_at_once_are_refused_by_their_names(fields: Any, named: str) -> None:
+def test_two_constraints_are_refused_by_name(fields: Any, named: str) -> None:
     for ask in (Front().chat, Front().complete):
         answer = ask(**fields)
         assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings at the front: what a runtime is asked, and what becomes of its answer."""
+"""/v1/embeddings at the front: the request to the runtime, and the answer."""
 
 from __future__ import annotations
 
@@ -97,9 +97,7 @@ def test_reuse_can_be_declined(fields: dict[str, Any], settings: dict[str, Any])
         ([TooManyRequests("256 requests are already queued or running")], 429),
     ],
 )
-def test_what_the_runtime_refuses_is_answered_with_its_status(
-    script: list[Step], status: int
-) -> None:
+def test_a_refusal_of_the_runtime_keeps_its_status(script: list[Step], status: int) -> None:
     answer = post(front(script))
     assert answer.status_code == status
     assert error(answer)["message"]
@@ -117,7 +115,7 @@ def test_a_client_that_hangs_up_cancels(script: list[Step]) -> None:
         assert runtime.cancelled_turns == 1
 
 
-def test_while_the_model_is_away_the_server_is_unhealthy_and_chat_goes_on() -> None:
+def test_an_unavailable_model_makes_the_server_unhealthy_but_others_answer() -> None:
     served = front(ANSWER)
     served.embedders[0].supervisor.ready = None
     assert served.get("/health").status_code == 503

@@ -1,4 +1,4 @@
-"""What an answer says of the cache: `x_cache`, and the id by which a reply can be named."""
+"""`x_cache` in answers, and ids of messages."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def not_found() -> CacheReport:
     return CacheReport("miss", Reason.CACHE_KEY_NOT_FOUND, 0, 12, None)
 
 
-def test_a_whole_answer_tells_what_became_of_the_key() -> None:
+def test_a_whole_answer_reports_whether_the_key_was_hit() -> None:
     front = Front(runtime_reporting(EDITED))
     assert front.chat().json()["x_cache"] == REPORT
     assert front.complete().json()["x_cache"] == REPORT
@@ -82,7 +82,7 @@ def test_nothing_is_said_of_a_place_where_nothing_diverged() -> None:
 
 
 @pytest.mark.parametrize("path", ["chat", "complete"])
-def test_what_was_normalised_is_told_where_something_was(path: str) -> None:
+def test_normalisation_is_reported_if_it_changed_something(path: str) -> None:
     changed = CacheReport("hit", Reason.FULL_MATCH, 9, 12, "ram", normalised=["billing header"])
     report = getattr(Front(runtime_reporting(changed)), path)(n=2).json()["x_cache"]
     assert report["normalised"] == ["billing header"]
@@ -151,7 +151,7 @@ def test_a_reply_has_no_id_otherwise() -> None:
 
 @pytest.mark.parametrize("path", ["chat", "complete"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_key_of_another_model_is_told_to_be_that(path: str, stream: bool) -> None:
+def test_a_key_of_another_model_is_reported_as_a_model_mismatch(path: str, stream: bool) -> None:
     other = ScriptedRuntime(name="other", answers=holding(entry("k")))
     front = Front(runtime_reporting(not_found()), other, api_key=["alpha"])
     answer = getattr(front, path)(

@@ -1,4 +1,4 @@
-"""What of a request, and of the server's settings, reaches the runtime."""
+"""Which request fields and settings reach the runtime."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_request_wins_over_the_settings() -> None:
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": None}, {"max_tokens": -1}])
-def test_a_chat_without_a_limit_goes_on_until_the_model_stops(limit: dict[str, Any]) -> None:
+def test_a_chat_without_a_limit_ends_when_the_model_stops(limit: dict[str, Any]) -> None:
     assert requested(**limit).max_tokens is None
     assert requested(max_completion_tokens=limit.get("max_tokens")).max_tokens is None
 
@@ -105,7 +105,7 @@ def test_a_number_may_be_written_with_a_decimal_point() -> None:
     assert requested(max_completion_tokens=9.0).max_tokens == 9
 
 
-def test_a_null_means_what_the_server_is_set_to() -> None:
+def test_a_null_stands_for_the_servers_default() -> None:
     fields = set(ChatRequest.model_fields) - {"messages"} | set(NOT_SERVED)
     assert requested(**dict.fromkeys(fields)) == requested()
 
@@ -180,7 +180,7 @@ def test_completion_logprobs_are_a_number(logprobs: int | None) -> None:
     assert front.runtime.requested.sampling.top_logprobs == logprobs
 
 
-def test_biases_are_told_by_token_id() -> None:
+def test_biases_are_keyed_by_token_id() -> None:
     request = requested(logit_bias={"50256": -100, "7": 2.5})
     assert request.sampling.logit_bias == {50256: -100.0, 7: 2.5}
 
@@ -212,7 +212,7 @@ def test_prompts_are_normalised_unless_the_server_or_the_request_says_no(
     assert requested({"normalise": setting}, normalise=sent).normalise is normalise
 
 
-def test_a_request_may_name_what_is_normalised() -> None:
+def test_a_request_may_name_the_normalisers() -> None:
     names = ["dates", "tools"]
     assert requested({"normalise": False}, normalise=names).normalise == names
 
@@ -291,7 +291,9 @@ def test_a_server_may_be_set_to_continue_as_llama_cpp_does() -> None:
         ({"messages": [{**REPLY, "tool_calls": [CALL]}]}, "no tool calls"),
     ],
 )
-def test_what_cannot_be_continued_is_refused(fields: dict[str, Any], sentence: str) -> None:
+def test_a_message_that_cannot_be_continued_is_refused(
+    fields: dict[str, Any], sentence: str
+) -> None:
     answer = Front().chat(**{"messages": BEGUN, "continue_final_message": True, **fields})
     assert answer.status_code == 400
     assert error(answer)["param"] == "continue_final_message"

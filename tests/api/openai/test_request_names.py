@@ -1,4 +1,4 @@
-"""What a request calls its state, and what of it reaches the runtime."""
+"""The names of a request, and which of them reach the runtime."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_name_is_any_string(name: str) -> None:
     assert naming.names == Names(session_id=name, message_ids=[name], wants_message_id=True)
 
 
-def test_message_ids_are_told_newest_first_and_kept_from_the_template() -> None:
+def test_message_ids_are_sent_newest_first_and_hidden_from_the_template() -> None:
     messages = [
         {**USER, "message_id": "msg_1"},
         {"role": "assistant", "content": "Hi", "message_id": "msg_2"},
@@ -121,20 +121,20 @@ def test_a_fingerprint_is_for_conversations_without_a_name(fields: dict[str, Any
     assert requested(**fields).names == named
 
 
-def test_a_group_of_prompts_is_no_name_of_a_conversation() -> None:
+def test_the_session_header_does_not_name_several_prompts() -> None:
     request = requested({"force_cache": True}, prompt_cache_key="team-a", return_cache_key=True)
     assert request.names == Names(
         prompt_cache_key="team-a", return_cache_key=True, by_fingerprint=True
     )
 
 
-def test_a_text_is_no_conversation() -> None:
+def test_a_text_completion_gets_no_fingerprint_session() -> None:
     front = Front(force_cache=True)
     front.complete()
     assert front.runtime.requested.names is None
 
 
-def test_who_opts_out_names_nothing() -> None:
+def test_a_request_that_opts_out_has_no_names() -> None:
     fields = {"session_id": "s", "return_cache_key": True}
     opted_out = requested({"force_cache": True}, use_kv_cache=False, **fields)
     assert (opted_out.reuse, opted_out.names) == (False, None)
@@ -185,14 +185,16 @@ def test_a_numbered_session_is_a_number(value: Any) -> None:
         ),
     ],
 )
-def test_other_cache_fields_say_what_they_take(field: str, value: Any, sentence: str) -> None:
+def test_other_cache_fields_are_refused_with_the_values_they_take(
+    field: str, value: Any, sentence: str
+) -> None:
     answer = Front().chat(**{field: value})
     assert answer.status_code == 400
     assert error(answer)["message"] == sentence
 
 
 @pytest.mark.parametrize("field", ["session_id", "cache_key", "prompt_cache_key"])
-def test_what_is_no_unicode_is_no_name(field: str) -> None:
+def test_an_id_with_a_lone_surrogate_is_unknown(field: str) -> None:
     body = f'{{"messages": [{{"role": "user", "content": "x"}}], "{field}": "\\ud800"}}'
     headers = {"content-type": "application/json"}
     answer = Front().request("POST", "/v1/chat/completions", content=body, headers=headers)
@@ -210,7 +212,7 @@ def test_what_is_no_unicode_is_no_name(field: str) -> None:
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_name_goes_with_one_prompt(fields: dict[str, Any]) -> None:
+def test_a_name_belongs_to_one_prompt(fields: dict[str, Any]) -> None:
     answer = Front().complete(prompt=["a", "b"], **fields)
     assert answer.status_code == 400
     assert error(answer)["param"] == next(iter(fields))

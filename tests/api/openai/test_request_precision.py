@@ -1,4 +1,4 @@
-"""KV precision in requests and answers: what is taken, what is refused, what is reported."""
+"""KV precision in requests and answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ QUANTISED = CacheReport("hit", Reason.FULL_MATCH, 9, 12, "ram", kv_bits=8, kv_gr
     ],
 )
 @pytest.mark.parametrize("path", ["chat", "complete"])
-def test_wrong_values_are_refused_with_what_is_allowed(
+def test_wrong_values_are_refused_with_the_allowed_values(
     path: str, field: str, value: Any, takes: str
 ) -> None:
     answer = getattr(Front(), path)(**{field: value})

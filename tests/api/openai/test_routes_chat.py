@@ -54,7 +54,7 @@ def test_every_answer_has_its_own_id() -> None:
     assert front.chat().json()["id"] != front.chat().json()["id"]
 
 
-def test_usage_says_what_was_reused_and_how_long_the_prompt_took() -> None:
+def test_usage_reports_reused_tokens_and_prompt_time() -> None:
     runtime = ScriptedRuntime(reply("x", end=finished(prompt_tokens=50, cache=hit(40))))
     usage = Front(runtime).chat().json()["usage"]
     assert usage == {
@@ -87,7 +87,7 @@ def test_an_empty_reply_is_an_answer_too() -> None:
     assert last.choices[0].finish_reason == "stop"
 
 
-def test_the_limit_is_told_as_the_reason() -> None:
+def test_the_token_limit_is_the_stop_reason() -> None:
     runtime = ScriptedRuntime(reply("x", end=finished("length")))
     assert Front(runtime).chat().json()["choices"][0]["finish_reason"] == "length"
     assert parsed_chunks(Front(runtime))[-1].choices[0].finish_reason == "length"
@@ -220,7 +220,7 @@ def test_a_stream_is_neither_cached_nor_buffered_on_its_way() -> None:
     assert "content-length" not in headers
 
 
-def test_a_finish_without_text_ends_the_stream_at_once() -> None:
+def test_a_finish_without_text_ends_the_stream() -> None:
     """The only event may be the last one."""
     _, last = parsed_chunks(Front(ScriptedRuntime([finished(completion_tokens=0)])))
     assert last.choices[0].finish_reason == "stop"

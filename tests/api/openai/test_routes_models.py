@@ -1,4 +1,4 @@
-"""GET /v1/models, GET /health, and the interface's own description."""
+"""/v1/models, /health and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_interface_has_a_page(front: Front) -> None:
     assert answer.headers["content-type"].startswith("text/html")
 
 
-def test_the_schema_lists_every_endpoint_with_what_it_takes(front: Front) -> None:
+def test_the_openapi_document_lists_every_endpoint(front: Front) -> None:
     schema = front.get("/openapi.json").json()
     assert set(schema["paths"]) == {
         "/v1/chat/completions",

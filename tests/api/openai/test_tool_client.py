@@ -214,7 +214,7 @@ def langchain_of(*scripts: Script) -> Iterator[tuple[ChatOpenAI, ScriptedRuntime
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_langchain_calls_answers_and_goes_on(stream: bool) -> None:
+def test_langchain_completes_a_tool_loop(stream: bool) -> None:
     with langchain_of(calling(("get_weather", PARIS)), reply("Sunny.")) as (model, runtime):
         bound = model.bind_tools([get_weather])
         asked = HumanMessage("How is it in Paris?")

@@ -1,4 +1,4 @@
-"""The grammar of a stream of the Responses API, and what its events put together."""
+"""The grammar of a stream of the Responses API, and the response that its events make up."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def client_of(*scripts: Script) -> Iterator[tuple[openai.OpenAI, ScriptedRuntime
         yield client, runtime
 
 
-def test_a_response_comes_whole_with_what_was_read_from_the_cache() -> None:
+def test_a_whole_response_reports_the_tokens_read_from_the_cache() -> None:
     with client_of(CACHED) as (client, _):
         response = client.responses.create(**ASK)
     assert response.output_text == "Hello"
@@ -166,7 +166,7 @@ def test_errors_are_the_clients_own() -> None:
             client.responses.create(**ASK, background=True)
 
 
-def test_a_failed_stream_is_told() -> None:
+def test_a_failed_stream_ends_with_an_error() -> None:
     died = failed(503, "server_error", None, "died")
     with client_of([Started(0, 10, 0), delta("x"), died]) as (client, _):
         told = list(client.responses.create(**ASK, stream=True))
@@ -175,7 +175,7 @@ def test_a_failed_stream_is_told() -> None:
     assert told[-1].response.error.message == "died"
 
 
-def test_langchain_goes_on_from_the_response_before() -> None:
+def test_langchain_continues_the_previous_response() -> None:
     with client_of(reply("Hel", "lo"), reply("Fine.")) as (client, runtime):
         model = ChatOpenAI(
             model="tiny",
@@ -208,7 +208,7 @@ class Counting(ScriptedRuntime):
             self.open_questions -= 1
 
 
-def test_many_responses_at_once_wait_for_each_other() -> None:
+def test_many_concurrent_responses_wait_for_a_slot() -> None:
     """A runtime takes 64 questions of a tenant at a time, and refuses more."""
 
     async def ask_all(url: str) -> list[Any]:

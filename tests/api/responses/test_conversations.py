@@ -80,7 +80,7 @@ def test_no_two_items_have_the_same_id() -> None:
     assert [item.id for item in added.data] == [item.id for item in kept[2:4]]
 
 
-def test_a_response_goes_on_from_its_conversation_and_adds_to_it() -> None:
+def test_a_response_continues_its_conversation_and_adds_to_it() -> None:
     with client_of(reply("Hel", "lo"), reply("Fine.")) as (client, runtime):
         made = client.conversations.create(items=[HELLO])
         first = client.responses.create(model="tiny", input="How are you?", conversation=made.id)
@@ -106,7 +106,7 @@ def test_a_response_goes_on_from_its_conversation_and_adds_to_it() -> None:
     assert names.entry_key is None
 
 
-def test_responses_at_once_lose_nothing_of_each_other() -> None:
+def test_concurrent_responses_all_add_to_their_conversation() -> None:
     async def ask_all(url: str, conversation: str) -> None:
         async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
             await asyncio.gather(
@@ -159,13 +159,13 @@ def test_a_response_whose_conversation_is_gone_when_it_ends_says_so() -> None:
         ({"metadata": {str(number): "x" for number in range(17)}}, "16"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(body: Any, about: str) -> None:
+def test_an_item_that_cannot_be_kept_is_refused(body: Any, about: str) -> None:
     response = front_of().post("/v1/conversations", body)
     assert response.status_code == httpx.codes.BAD_REQUEST
     assert about in error(response)["message"]
 
 
-def test_unknown_conversations_are_404s_that_say_what_to_do() -> None:
+def test_unknown_conversations_are_404s_with_a_remedy() -> None:
     front = front_of()
     for response in (
         front.get("/v1/conversations/conv_x"),

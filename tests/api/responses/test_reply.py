@@ -1,4 +1,4 @@
-"""A response, whole and streamed: its items, its end and what it cost."""
+"""A response, whole and streamed: its items, its end and its usage."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_text_is_one_message() -> None:
     assert response["object"] == "response"
 
 
-def test_usage_says_what_was_read_from_the_cache_and_put_there() -> None:
+def test_usage_counts_tokens_read_from_and_written_to_the_cache() -> None:
     script = [Started(0, 10, 7), delta("x"), finished(cache=hit(7), reasoning_tokens=1)]
     response = both(*script, prompt_cache_options={"ttl": "12h"})
     assert response["usage"] == {
@@ -177,7 +177,7 @@ def test_logprobs_come_when_they_are_asked_for() -> None:
     assert token["top_logprobs"][1] == {"token": "�", "logprob": -9999.0, "bytes": [255]}
 
 
-def test_nothing_written_is_no_item() -> None:
+def test_an_empty_text_makes_no_item() -> None:
     assert both(Started(0, 10, 0), finished())["output"] == []
 
 
@@ -214,7 +214,7 @@ def test_a_failure_in_a_stream_is_its_last_event() -> None:
     assert [item["type"] for item in response["output"]] == ["reasoning"]
 
 
-def test_a_long_prompt_gives_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prefill_sends_keep_alives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResponseReply, "keep_alive_s", 0.01)
     signs, enough = list[bytes](), asyncio.Event()
     keep_alive = ResponseReply.keep_alive
@@ -244,13 +244,13 @@ def test_a_response_for_which_there_is_no_room_says_that_it_is_not_stored() -> N
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_to_be_stored_is_not(stream: bool) -> None:
+def test_a_response_with_store_false_is_not_stored(stream: bool) -> None:
     front = front_of()
     assert answered(front, store=False, stream=stream)["store"] is False
     assert not any(isinstance(each.op, StoreDocument) for each in front.runtime.admin_requests)
 
 
-def test_what_was_asked_is_told() -> None:
+def test_a_response_repeats_the_request() -> None:
     asked: dict[str, Any] = {
         "instructions": "Be brief.",
         "max_output_tokens": 7,
@@ -270,6 +270,6 @@ def test_what_was_asked_is_told() -> None:
     assert response["model"] == "tiny"
 
 
-def test_progress_is_no_event() -> None:
+def test_progress_makes_no_event() -> None:
     script: Script = [Started(0, 10, 0), Prefill(0, 5, 10), delta("x"), finished()]
     assert answered(front_of(script), stream=True)["status"] == "completed"

@@ -1,4 +1,4 @@
-"""From a request of the Responses API to the turn that a runtime is asked for."""
+"""The turn of a Responses request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_stored_response_is_an_entry_of_its_own_key() -> None:
     assert requested(store=False).names is None
 
 
-def test_names_name_what_they_name() -> None:
+def test_each_name_reaches_the_runtime() -> None:
     assert names(store=False, prompt_cache_key="k", session_id="s") == Names(
         prompt_cache_key="k", session_id="s"
     )
@@ -58,7 +58,7 @@ def test_lifetimes_are_pins_for_a_while() -> None:
     assert names(prompt_cache_options={"mode": "implicit"}).pin_s is None
 
 
-def test_a_previous_response_is_what_is_compared_with_unless_another_is_named() -> None:
+def test_the_previous_response_is_compared_unless_another_is_named() -> None:
     front = front_of()
     first = answered(front)["id"]
     answered(front, previous_response_id=first)
@@ -103,7 +103,7 @@ def test_explicit_caching_without_a_breakpoint_is_none() -> None:
         ),
     ],
 )
-def test_diagnostics_say_what_has_changed(report: CacheReport, told: Any) -> None:
+def test_diagnostics_report_the_change(report: CacheReport, told: Any) -> None:
     script: Script = [Started(0, 10, 0), finished(cache=report)]
     options = {"comparison_response_id": "resp_x"}
     response = answered(front_of(script), prompt_cache_options=options)
@@ -184,7 +184,7 @@ def test_a_custom_tool_takes_a_text() -> None:
     assert tool["description"] == "Changes a file."
 
 
-def test_a_regular_expression_is_enforced_and_a_lark_grammar_told() -> None:
+def test_a_regular_expression_is_enforced_and_a_lark_grammar_is_described() -> None:
     regex = {"type": "grammar", "syntax": "regex", "definition": "a|b"}
     [tool] = functions(tools=[{**CUSTOM, "format": regex}])
     assert tool["strict"] is True
@@ -303,7 +303,7 @@ def test_a_picture_is_none_of_the_models(item: Any) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_named(fields: Any, about: str) -> None:
+def test_a_wrong_field_is_named(fields: Any, about: str) -> None:
     assert about in refused(**fields)
 
 
@@ -407,7 +407,7 @@ def test_schemas_have_a_depth() -> None:
     assert "nested" in refused(text={"format": form})
 
 
-def test_what_is_only_told_again_has_a_depth() -> None:
+def test_free_form_json_has_a_depth_limit() -> None:
     deep: dict[str, Any] = {"x": True}
     for _ in range(300):
         deep = {"x": deep}

@@ -1,4 +1,4 @@
-"""Items become the messages that chat completions would have been sent."""
+"""Items are converted to the messages that chat completions would be sent."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_packed_reasoning_cannot_become_more_than_a_request_may_be() -> None:
     assert "`input` may expand to at most" in refused(input=[bomb] * 5)
 
 
-def test_what_a_custom_tool_was_given_is_its_one_argument() -> None:
+def test_the_input_of_a_custom_tool_is_its_only_argument() -> None:
     call = {"type": "custom_tool_call", "call_id": "c1", "name": "patch", "input": 'a "b"\nä'}
     output = {"type": "custom_tool_call_output", "call_id": "c1", "output": [part("done")]}
     tools = [{"type": "custom", "name": "patch"}]
@@ -187,5 +187,5 @@ def test_any_items_become_messages_in_which_nothing_is_lost(items: list[Any]) ->
 
 
 @pytest.mark.parametrize("input", [5, {"role": "user"}, True])
-def test_a_wrong_input_is_told_what_it_takes(input: Any) -> None:
+def test_a_wrong_input_is_refused_with_the_values_it_takes(input: Any) -> None:
     assert refused(input=input) == "`input` takes a string, or a list of items."

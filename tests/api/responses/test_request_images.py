@@ -1,4 +1,4 @@
-"""Pictures in messages, in what tools return, and in what is stored."""
+"""Images in messages, tool results and stored responses."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_references_stand_for_stored_items() -> None:
     assert sent[1]["tool_calls"][0]["function"]["name"] == "look"
 
 
-def test_references_to_nothing_say_what_to_do() -> None:
+def test_unknown_references_are_refused_with_a_remedy() -> None:
     response = ask(front_of(), input=[{"type": "item_reference", "id": "msg_x"}])
     assert response.status_code == httpx.codes.BAD_REQUEST
     assert "send the item itself" in error(response)["message"]

@@ -1,4 +1,4 @@
-"""The text of a custom tool's input, out of arguments that come in pieces."""
+"""The input of a custom tool is extracted from arguments that arrive in pieces."""
 
 from __future__ import annotations
 

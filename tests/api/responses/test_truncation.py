@@ -1,4 +1,4 @@
-"""`truncation: auto`: where a conversation is cut, and how often that is asked."""
+"""`truncation: auto`: where a conversation is cut, and how many questions that takes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def turns(count: int) -> list[dict[str, Any]]:
     return [DEVELOPER, *(item for number in range(count) for item in turn(number))]
 
 
-def test_what_fits_is_sent_whole() -> None:
+def test_a_conversation_that_fits_is_sent_whole() -> None:
     messages, questions = sent(turns(4), truncation="auto")
     assert len(messages) == 13
     assert questions == 1
@@ -91,7 +91,7 @@ def test_a_message_that_does_not_fit_alone_is_left_to_be_refused() -> None:
     assert [message["role"] for message in messages] == ["developer", "user"]
 
 
-def test_a_long_conversation_is_cut_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_conversation_is_cut_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = dict[str, set[str]]()
 
     def watched(owner: Any, name: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.api.scripted import Front, ScriptedRuntime, error
 
 
-def test_tools_learn_the_context_the_template_and_what_the_model_sees() -> None:
+def test_props_show_context_template_and_modalities() -> None:
     front = Front(ScriptedRuntime(name="tiny"), ScriptedRuntime(name="seeing", sees=True))
     found = front.get("/props").json()
     assert found["default_generation_settings"]["n_ctx"] == 4096

@@ -37,7 +37,6 @@ def input_usage(
 
 
 def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
-    """Usage of a whole turn."""
     kept = lifetime if turn.cache.cached_tokens else None
     return {
         **input_usage(turn.prompt_tokens, turn.cache.reused_tokens, kept),

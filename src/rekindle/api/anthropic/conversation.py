@@ -57,8 +57,6 @@ def _references(messages: Sequence[InputMessage]) -> Iterator[str]:
 
 
 class _Rendering:
-    """Renders the messages of one request."""
-
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
         self._budget = TextBudget()

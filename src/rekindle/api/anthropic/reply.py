@@ -194,7 +194,6 @@ class MessageReply(Reply):
         return diagnostics(previous, self._runtime.name, prompt_tokens, cache)
 
     def _end_fields(self, finished: Finished) -> dict[str, Any]:
-        """Why the reply ended."""
         stopped = finished.stop_string
         reason = {"stop": "end_turn", "tool_calls": "tool_use"}.get(finished.reason, "max_tokens")
         if finished.reason == "length" and finished.completion_tokens < self._body.max_tokens:

@@ -75,7 +75,7 @@ def _prompt_fields(
 
 
 def _template_kwargs(body: PromptFields) -> dict[str, Any]:
-    """Set only what the client sets: otherwise the prompt equals that of other dialects."""
+    """Set only what the client sets, so that the prompt equals that of other dialects."""
     kwargs: dict[str, Any] = {}
     if thinking := body.thinking:
         kwargs["enable_thinking"] = thinking.type != "disabled"

@@ -64,11 +64,9 @@ class Tool(StrictModel):
 
     @property
     def is_clients(self) -> bool:
-        """Whether the client defines and runs it."""
         return self.type in (None, "custom")
 
     def described(self) -> dict[str, Any]:
-        """The tool as templates read it."""
         function: dict[str, Any] = {"name": self.name}
         if self.description is not None:
             function["description"] = self.description

@@ -29,7 +29,6 @@ class RenderedChat:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The fields of a request to the runtime."""
         return {"messages": self.messages, "pictures": self.pictures}
 
 

@@ -74,12 +74,10 @@ class ServedModels:
         return self.runtime(model, number) if other is None else other
 
     def embedder(self, model: str | None) -> RuntimeClient:
-        """Find an embedding model by name."""
         names = [name for name in self._embedders if name not in self._rankers]
         return self._of_kind(model, names, "makes embeddings", "--embedding-model")
 
     def ranker(self, model: str | None) -> RuntimeClient:
-        """Find a reranker by name."""
         names = [name for name in self._embedders if name in self._rankers]
         return self._of_kind(model, names, "ranks documents", "--embedding-model with a reranker")
 
@@ -133,7 +131,6 @@ def _named(model: str, served: Mapping[str, RuntimeClient]) -> RuntimeClient:
 
 
 def models_of(request: Request) -> ServedModels:
-    """The models of the application that handles this request."""
     models: ServedModels = request.state.models
     return models
 

@@ -66,7 +66,6 @@ class Reply(ABC):
         """The whole answer, once all turns have finished."""
 
     def begin(self) -> bytes:
-        """The first bytes of a stream."""
         return b""
 
     @abstractmethod

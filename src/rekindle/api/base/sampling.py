@@ -49,7 +49,6 @@ class CommonSampling(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1)
 
     def sampling_params(self, config: Config, top_logprobs: int | None = None) -> SamplingParams:
-        """Combine the request's parameters with the server's defaults."""
         params: dict[str, Any] = {name: getattr(config, name) for name in CONFIGURED}
         for name in PARAMETERS:
             if (value := getattr(self, name, None)) is not None:

@@ -73,8 +73,8 @@ class Turns:
         received_s: float | None = None,
         on_delta: OnDelta = _queue_delta,
     ) -> None:
-        """`received_s` is when the HTTP request arrived. `on_delta` is offered each part of a reply
-        for which `collect` waits; if it handles the part, `collect` continues to wait."""
+        """`received_s` is when the HTTP request arrived. `on_delta` gets each part for which
+        `collect` waits. If it handles the part, `collect` continues to wait."""
         self._runtime = runtime
         self._progress = [each.progress for each in requests for _ in each.turns]
         self._unfinished = len(self._progress)
@@ -115,7 +115,6 @@ class Turns:
 
     @property
     def open(self) -> bool:
-        """Whether there are events to come."""
         return self._unfinished > 0 and not self.is_abandoned
 
     async def next(self) -> tuple[int, Event]:

@@ -139,7 +139,6 @@ class RemovedBody(BaseModel):
 
 
 def removed_fields(*removed: Removed) -> dict[str, Any]:
-    """The fields of a `RemovedBody`."""
     return {
         "status": "ok",
         "removed": sum(each.entries for each in removed),

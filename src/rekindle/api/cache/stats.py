@@ -59,8 +59,6 @@ async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats
 
 
 def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
-    """Add up the figures of all models."""
-
     def added(field: str) -> int:
         return sum(getattr(each, field) for each in stats)
 

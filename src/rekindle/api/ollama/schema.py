@@ -88,7 +88,7 @@ class RequestBase(StrictModel):
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Set only what the client sets: otherwise the prompt equals that of other dialects."""
+        """Set only what the client sets, so that the prompt equals that of other dialects."""
         if self.think is None:
             return {}
         if isinstance(self.think, str):

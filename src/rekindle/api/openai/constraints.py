@@ -121,7 +121,6 @@ class StructuredOutputs(StrictModel):
 
     @property
     def structures(self) -> dict[str, StructuredOutput]:
-        """The constraints, by request field."""
         values = {name: getattr(self, "json_" if name == "json" else name) for name in PARTS}
         found = {
             f"structured_outputs.{name}": StructuredOutput(

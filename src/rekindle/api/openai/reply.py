@@ -244,7 +244,6 @@ class TextOffset:
         self._characters = 0
 
     def advance(self, piece: bytes) -> int:
-        """Move past a token and return where it begins."""
         start = self._characters
         self._characters += len(self._decoder.decode(piece))
         return start

@@ -138,7 +138,6 @@ class CompletionsBase(StrictModel, StructuredFields, SamplingFields):
 
     @property
     def kv_start(self) -> int | None:
-        """The start of quantisation, under either name."""
         start = self.kv_quantization_start
         return self.quantized_kv_start if start is None else start
 
@@ -148,7 +147,6 @@ class CompletionsBase(StrictModel, StructuredFields, SamplingFields):
 
     @property
     def reports_cache(self) -> bool:
-        """Whether a stream ends with a cache report."""
         return any(getattr(self, field) is not None for field in CACHE_FIELDS)
 
     @property

@@ -60,8 +60,6 @@ class NoRoomForConversation(ServerError):
 
 
 class ConversationStore:
-    """The conversations of one caller."""
-
     def __init__(self, request: Request) -> None:
         self._request = request
         self._documents = DocumentClient(request)

@@ -91,7 +91,6 @@ Content = Annotated[str | Parts, explain_items("part", TAKES), BeforeValidator(_
 
 
 def is_marked(content: Any) -> bool:
-    """Whether a part has a cache breakpoint."""
     parts = content if isinstance(content, list) else []
     return any(part.prompt_cache_breakpoint for part in parts)
 
@@ -216,7 +215,6 @@ def is_of_server(kind: str) -> bool:
 
 
 def _kind(item: Any) -> str | None:
-    """The tag of an item in `InputItem`."""
     kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
     if kind is None:
         return "message"

@@ -46,7 +46,6 @@ class ReplyItems:
 
     @property
     def so_far(self) -> list[dict[str, Any]]:
-        """The items that are closed."""
         return self._items[:-1] if self._is_open else self._items
 
     def add(self, part: Part) -> list[Event]:

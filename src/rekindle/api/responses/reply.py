@@ -145,7 +145,6 @@ class ResponseReply(Reply):
 
     @property
     def _is_over(self) -> bool:
-        """Whether it is too late to cancel the response."""
         return self._has_failed or bool(self.finished)
 
     async def cancel(self) -> dict[str, Any]:
@@ -222,7 +221,6 @@ class ResponseReply(Reply):
         return sse_event(event["type"], event)
 
     async def _end(self) -> dict[str, Any]:
-        """End the response and store it."""
         [finished] = self.finished
         self._items.close(_status(finished))
         options = self._body.prompt_cache_options

@@ -67,8 +67,6 @@ class _Reply:
 
 
 class _Rendering:
-    """Renders the items of one request."""
-
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
         self._budget = TextBudget(param="input")
@@ -180,7 +178,6 @@ class Conversation:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its items."""
         return size_bytes(self.lines)
 
     def cut(self, begin: int) -> Conversation:
@@ -189,10 +186,7 @@ class Conversation:
             return self
         leading = takewhile(_instructs, self.items[:begin])
         kept = [*leading, *self.items[begin:]]
-        return self.with_messages(messages_of(self.instructions, kept, self.toolbox))
-
-    def with_messages(self, messages: list[Message]) -> Conversation:
-        return replace(self, messages=messages)
+        return replace(self, messages=messages_of(self.instructions, kept, self.toolbox))
 
 
 def _instructs(item: Any) -> bool:
@@ -292,14 +286,14 @@ def names_of(body: ResponsesRequest, key: str) -> Names:
 
 
 def _uses_cache(body: ResponsesRequest, conversation: Conversation) -> bool:
-    """OpenAI documents `explicit` so: without a breakpoint, nothing is reused or kept."""
+    """As OpenAI documents it, `explicit` without a breakpoint reuses and keeps nothing."""
     options = body.prompt_cache_options
     is_explicit = options is not None and options.mode == "explicit"
     return body.use_kv_cache is not False and (conversation.is_marked or not is_explicit)
 
 
 def _template_kwargs(body: PromptFields) -> dict[str, Any]:
-    """Set only what the client sets: otherwise the prompt equals that of other dialects."""
+    """Set only what the client sets, so that the prompt equals that of other dialects."""
     effort = body.reasoning.effort if body.reasoning else None
     if effort is None:
         return {}

@@ -46,7 +46,6 @@ class ResponseObject:
         return self._with("in_progress", [])
 
     def ended(self, status: str, output: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        """`fields` are usage and reports."""
         if status == "completed":
             fields["completed_at"] = int(time.time())
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -102,7 +101,6 @@ def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
 
 
 def _dumped(value: Any) -> Any:
-    """A model as it was sent."""
     return value.model_dump(exclude_unset=True) if hasattr(value, "model_dump") else value
 
 

@@ -273,7 +273,6 @@ class ResponsesRequest(PromptFields, CommonSampling):
 
     @property
     def prewarms(self) -> bool:
-        """Whether only the prompt is computed."""
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @property

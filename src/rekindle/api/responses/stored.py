@@ -64,7 +64,6 @@ class Stored:
 
     @property
     def size_bytes(self) -> int:
-        """Size of its items."""
         return size_bytes(self.lines)
 
 
@@ -96,7 +95,6 @@ def place_of(item_id: str, lines: Sequence[bytes]) -> int | None:
 
 
 def parsed(lines: Sequence[bytes]) -> list[Any]:
-    """Parse stored items."""
     return stored_items.validate_python([orjson.loads(line) for line in lines])
 
 
@@ -157,7 +155,6 @@ After = Annotated[
 
 
 def page_of(lines: Lines, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
-    """A page of a document's items."""
     ordered = [orjson.loads(line) for line in (lines if order == "asc" else reversed(lines))]
     start = 0
     if after is not None:

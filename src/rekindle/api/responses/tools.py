@@ -161,8 +161,6 @@ Tools = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that a reply may call."""
-
     tool: FunctionTool | CustomTool
     namespace: str | None = None
 
@@ -184,8 +182,6 @@ def full_name(name: str, namespace: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """The tools of one request."""
-
     offered: dict[str, OfferedTool] = field(default_factory=dict)  # by full name
     ignored: list[str] = field(default_factory=list)  # types of tools of OpenAI's servers
     unenforced: list[str] = field(default_factory=list)  # custom tools, by full name
