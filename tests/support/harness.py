@@ -24,14 +24,7 @@ from rekindle.kvcache.tiers.base import Tier
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import AdminOp, AdminRequest, AdminResult
-from rekindle.protocol.events import (
-    TERMINAL,
-    Delta,
-    Event,
-    Finished,
-    Started,
-    TextDelta,
-)
+from rekindle.protocol.events import TERMINAL, Delta, Event, Finished, Started, TextDelta
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
@@ -40,12 +33,8 @@ from rekindle.runtime.build import build
 from rekindle.runtime.device.images import EncodedPictures
 from rekindle.runtime.encode.precision import precision
 from rekindle.runtime.encode.replay import find_replies
-from rekindle.runtime.encode.request import (
-    EncodedPrompt,
-    EncodedRequest,
-    ReplyDecoding,
-    Stopwatch,
-)
+from rekindle.runtime.encode.request import EncodedPrompt, EncodedRequest, Stopwatch
+from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.runtime.storage.storage import Storage, StorageEvent, reads_line
 from rekindle.tokens import Tokens

@@ -30,10 +30,10 @@ from rekindle.runtime.encode.request import (
     EncodedPrompt,
     EncodedRequest,
     PictureTokens,
-    ReplyDecoding,
     RequestPictures,
 )
 from rekindle.runtime.encode.tokenisation import check_token_ids
+from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.tokens import Tokenizer, Tokens
 
 About = TypeVar("About", GenerateRequest, Validate, IndexPrompt, Tokenize)

@@ -12,7 +12,7 @@ from rekindle.chat.prompt import Prompt
 from rekindle.chat.tools.registry import select
 from rekindle.engine.base import TokenMask
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.encode.request import ReplyDecoding
+from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.tokens import Tokenizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,14 +11,13 @@ from typing import Literal
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.messages import picture_text
 from rekindle.chat.prompt import Prompt
-from rekindle.chat.tools.stream import ReplyParser
-from rekindle.engine.base import TokenMask
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.entries.entry import Entry, Reply
 from rekindle.protocol.events import Reason, Stages
 from rekindle.protocol.media import Picture
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.encode.precision import Precision
+from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.tokens import Tokens
 
 #: Returns the tokens of an image, given its width, its height and its digest.
@@ -47,16 +46,6 @@ class RequestPictures:
             in_prompt[picture_text(picture.digest.hex())] = tokens
             by_span.update({span.digest: picture for span in tokens.media})
         return cls(namespace, in_prompt, by_span)
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyDecoding:
-    """How the tokens of one reply become text, reasoning and tool calls."""
-
-    parser: ReplyParser | None = None  # None: the whole reply is text
-    shown: Container[int] = ()  # control tokens whose text the parser reads
-    token_mask: TokenMask | None = None  # the grammar that constrains sampling
-    end_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from itertools import accumulate
 
 from rekindle.chat.detokenize import Detokenizer
-from rekindle.engine.base import Sampled
+from rekindle.chat.tools.stream import ReplyParser
+from rekindle.engine.base import Sampled, TokenMask
 from rekindle.protocol.events import (
     ArgumentsDelta,
     AssistantMessage,
@@ -19,8 +21,17 @@ from rekindle.protocol.events import (
     new_call_id,
 )
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.encode.request import ReplyDecoding
 from rekindle.tokens import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyDecoding:
+    """How the tokens of one reply become text, reasoning and tool calls."""
+
+    parser: ReplyParser | None = None  # None: the whole reply is text
+    shown: Container[int] = ()  # control tokens whose text the parser reads
+    token_mask: TokenMask | None = None  # the grammar that constrains sampling
+    end_tokens: frozenset[int] = frozenset()
 
 
 class ReplyOutput:
