@@ -100,44 +100,43 @@ def bind(config: Config, port: int) -> socket.socket:
 
 def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
     """Pull missing model files. Returns what to load, by served name."""
-
-    def load(name: str, *, is_embedder: bool) -> LoadModel:
+    adapter = str(config.adapter) if config.adapter else None
+    loads = {}
+    for served, name in served_names(config).items():
         path = pull(name, models_dir=config.models_dir, progress=progress_on(console))
-        load = LoadModel(path=str(path), is_embedder=is_embedder, settings=config.runtime)
-        if is_embedder:
-            return load
-        load.adapter = str(config.adapter) if config.adapter else None
-        return _with_projector(load, config, name, path, console)
-
-    loads = {served: load(name, is_embedder=False) for served, name in served_names(config).items()}
-    embedders = served_embedders(config).items()
-    loads |= {served: load(name, is_embedder=True) for served, name in embedders}
+        projector = _projector(config, name, path, console)
+        loads[served] = LoadModel(
+            path=str(path),
+            mmproj=str(projector) if projector else None,
+            adapter=adapter,
+            requires_vision=bool(config.vlm or config.mmproj),
+            settings=config.runtime,
+        )
+    for served, name in served_embedders(config).items():
+        path = pull(name, models_dir=config.models_dir, progress=progress_on(console))
+        loads[served] = LoadModel(path=str(path), is_embedder=True, settings=config.runtime)
     return loads
 
 
-def _with_projector(
-    load: LoadModel, config: Config, name: str, path: Path, console: Console
-) -> LoadModel:
-    """Add the vision projector. Only GGUF models have one, and models in folders do not."""
+def _projector(config: Config, name: str, path: Path, console: Console) -> Path | None:
+    """Return the file of the vision projector. Only GGUF models have one."""
     if path.is_dir() and (config.vlm or config.mmproj is not None):
         raise ModelError(
             f"{name} is a folder, and models in folders read text only. Leave --vlm and --mmproj "
             "out, or give a GGUF model."
         )
     if path.is_dir() or config.vlm is False:
-        return load
+        return None
     if config.mmproj is not None:
         check_gguf(config.mmproj)
-        return structs.replace(load, mmproj=str(config.mmproj))
-    projector = find_projector(
+        return config.mmproj
+    return find_projector(
         name,
         path,
         models_dir=config.models_dir,
         progress=progress_on(console),
         required=bool(config.vlm),
     )
-    found = str(projector) if projector else None
-    return structs.replace(load, mmproj=found, requires_vision=bool(config.vlm))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -42,11 +42,6 @@ class WrongHost(BadRequest):
 class OriginNotAllowed(Forbidden):
     code = "origin_not_allowed"
 
-    def __init__(self, origin: str) -> None:
-        super().__init__(
-            f'Origin "{origin[:128]}" is not allowed. Start the server with --cors-origin ORIGIN.'
-        )
-
 
 def received_s(request: Request) -> float:
     """When the request's headers had arrived, on the monotonic clock."""
@@ -208,7 +203,10 @@ class Cors:
     def preflight(self, headers: Headers) -> Response:
         """Answer a browser's question before it sends the request. It comes without a key."""
         if not self._allows(headers["origin"]):
-            raise OriginNotAllowed(headers["origin"])
+            origin = headers["origin"][:128]
+            raise OriginNotAllowed(
+                f'Origin "{origin}" is not allowed. Start the server with --cors-origin {origin}.'
+            )
         allowed = {
             "access-control-allow-methods": "GET, HEAD, POST, DELETE, OPTIONS",
             "access-control-max-age": "600",

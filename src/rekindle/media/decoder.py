@@ -144,21 +144,18 @@ class Decoder:
 
     async def _run(self, process: DecoderProcess, job: Job) -> list[Frame]:
         limit_s = self._video_s if isinstance(job, VideoJob) else self._image_s
-        is_healthy = False
         try:
             async with asyncio.timeout(limit_s):
                 frames = await process.run(job)
-            is_healthy = True
-            return frames
-        except BadMedia:
-            is_healthy = True
+        except BadMedia:  # the process is fine
+            self._idle.append(process)
             raise
-        except TimeoutError:
-            raise BadMedia(
-                f"Decoding the file takes more than {limit_s:g} seconds. Send a smaller one."
-            ) from None
-        finally:
-            if is_healthy:
-                self._idle.append(process)
-            else:
-                await process.stop()
+        except BaseException as error:
+            await process.stop()
+            if isinstance(error, TimeoutError):
+                raise BadMedia(
+                    f"Decoding the file takes more than {limit_s:g} seconds. Send a smaller one."
+                ) from None
+            raise
+        self._idle.append(process)
+        return frames
