@@ -1,4 +1,4 @@
-"""Property tests here take the time they need: the machine may be busy."""
+"""Removes the deadline of property tests, because the machine may be busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""System calls that keep a record, and fail where a test wants it."""
+"""System calls that are recorded and fail where a test wants it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ KINDS = ("open", "writev", "fsync", "replace", "unlink")
 
 
 class PulledPlug(BaseException):
-    """Stands for the end of the process at this point."""
+    """Simulates the end of the process at this point."""
 
 
 @dataclass
 class Faults:
-    """Fails the nth call of a kind, once; from then on everything works again."""
+    """Fails the nth call of a kind once."""
 
     kind: str = ""
     nth: int = 0
@@ -55,7 +55,7 @@ class Faults:
 
 
 def each_failure(kind: str, error: int | type[BaseException]) -> Iterator[Faults]:
-    """Faults at the first call of a kind, the second, … until one of them comes too late."""
+    """Faults at the first call of a kind, the second, and so on, until one is never reached."""
     for nth in range(1, 100):
         faults = Faults(kind, nth, error)
         yield faults

@@ -1,4 +1,4 @@
-"""How much memory something takes."""
+"""Measures memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def allocated_bytes(work: Callable[[], object]) -> int:
-    """What the work has allocated and not given back."""
+    """Bytes that the work has allocated and not freed."""
     gc.collect()
     tracemalloc.start()
     try:

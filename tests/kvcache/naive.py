@@ -1,4 +1,4 @@
-"""What the cache should answer, worked out the slow and obvious way."""
+"""Computes the expected answers of the cache in a slow and obvious way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ block_sizes = st.integers(1, 4)
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many leading tokens are equal."""
+    """The number of equal leading tokens."""
     for count, (left, right) in enumerate(zip(one, other, strict=False)):
         if left != right:
             return count
@@ -34,7 +34,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def ends(tokens: Ids, block_tokens: int) -> list[Ids]:
-    """The run cut off at the end of each of its blocks."""
+    """The prefixes of a run that end with each of its blocks."""
     stops = [*range(block_tokens, len(tokens), block_tokens), len(tokens)]
     return [tokens[:stop] for stop in stops if stop]
 
@@ -48,12 +48,12 @@ def parent_of(path: Ids, block_tokens: int) -> Ids:
 
 
 def longest(paths: Collection[Ids], request: Ids) -> int:
-    """The most tokens any stored run has in common with the request."""
+    """The longest common prefix of the request with any stored run."""
     return max((common(path, request) for path in paths), default=0)
 
 
 def goes_another_way(paths: Collection[Ids], request: Ids) -> bool:
-    """Whether a stored run leaves the request just where the longest match ends."""
+    """Whether a stored run diverges from the request at the end of the longest match."""
     most = longest(paths, request)
     return len(request) > most and any(
         len(path) > most and common(path, request) == most for path in paths
@@ -86,7 +86,7 @@ class PathTree:
 
 @contextmanager
 def few_names(names: int) -> Iterator[None]:
-    """Let blocks have so many different keys only; with one, all of them collide."""
+    """Limit the number of different keys. With one, all blocks collide."""
     real = blocks.chain_key
 
     def stub(parent: bytes, tokens: Tokens) -> bytes:

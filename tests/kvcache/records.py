@@ -1,4 +1,4 @@
-"""Chains of records to store, and how to spoil what was stored."""
+"""Chains of records, and ways to damage stored ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SECRET = b"s" * 32
 
 
 def chain(count: int, *, root: bytes = ROOT, seed: int = 0, blob_bytes: int = 100) -> list[Record]:
-    """Blocks one below the other, different for each seed."""
+    """A chain of blocks that differs for each seed."""
     chance = random.Random(seed)
     parent, records = root, []
     for _ in range(count):

@@ -27,7 +27,7 @@ def test_moving_bytes_from_one_part_to_the_next_changes_the_key(
     assert (keys[0][1] == keys[1][1]) == (one == other)
 
 
-def test_two_tenants_whose_names_join_to_the_same_text_never_meet() -> None:
+def test_tenants_whose_names_join_to_the_same_text_have_different_namespaces() -> None:
     assert namespace(b"org_1", b"2345", 64) != namespace(b"org_12345", b"", 64)
 
 
@@ -73,7 +73,7 @@ def test_packed_runs_sort_like_their_tokens(one: list[int], other: list[int]) ->
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_number_that_is_no_token_is_refused(token: int) -> None:
+def test_a_number_that_is_not_a_token_is_refused(token: int) -> None:
     with pytest.raises(OverflowError):
         Tokens.of([token])
 
@@ -91,15 +91,15 @@ def test_tokens_that_share_only_some_bytes_are_not_shared(one: list[int], other:
     assert Tokens.of(one).common_prefix(Tokens.of(other)) == common(one, other)
 
 
-def test_a_run_can_grow_after_it_was_compared() -> None:
+def test_tokens_can_be_appended_after_a_comparison() -> None:
     growing, other = TokenBuffer(Tokens.of([1, 2])), TokenBuffer(Tokens.of([1, 2, 3]))
     assert growing.common_prefix(other) == 2
     growing.append(3)
     assert growing.common_prefix(other) == 3
 
 
-def test_keys_are_those_of_every_version_before() -> None:
-    """Files are named by them: another key would be a cache that finds nothing."""
+def test_keys_are_the_same_as_in_earlier_versions() -> None:
+    """Files are named by their keys, so a changed key would lose the cache."""
     key = chain_key(b"p" * KEY_BYTES, Tokens.of(range(64)))
     assert key.hex() == "c989996303914045c9e63156668ecc3d7274ab7891e460c1732686edb87e17f2"
     root = namespace(b"weights", b"tenant", 64, b"secret")

@@ -56,7 +56,7 @@ def encode(record: Record, secret: bytes) -> bytes:
 
 
 def decode(raw: bytes, secret: bytes) -> Record:
-    """As a reader would: the header says how the rest is to be cut."""
+    """Split a record as a reader does, by its header."""
     header = parse_header(raw[:HEADER_BYTES])
     split = HEADER_BYTES + header.packed_bytes
     body, mac = raw[:-MAC_BYTES], raw[-MAC_BYTES:]
@@ -80,7 +80,7 @@ def refuse(raw: bytes, secret: bytes = SECRET) -> None:
 
 
 @given(records, keys)
-def test_a_record_comes_back_whole(record: Record, secret: bytes) -> None:
+def test_a_sealed_record_can_be_verified(record: Record, secret: bytes) -> None:
     assert decode(encode(record, secret), secret) == record
 
 
@@ -90,7 +90,7 @@ def test_different_records_have_different_bytes(one: Record, other: Record) -> N
 
 
 @given(records)
-def test_a_record_is_as_long_as_it_says(record: Record) -> None:
+def test_a_record_has_the_length_that_its_header_says(record: Record) -> None:
     raw = encode(record, SECRET)
     assert len(raw) == record_bytes(len(record.tokens.packed), len(record.blob))
     assert len(raw) == parse_header(raw).record_bytes
@@ -122,13 +122,13 @@ def test_a_header_can_be_read_before_the_rest() -> None:
 
 
 @pytest.mark.parametrize("packed", [b"abc", bytes(4 * (MAX_TOKENS + 1))])
-def test_what_no_reader_would_take_is_not_sealed(packed: bytes) -> None:
+def test_a_record_that_no_reader_accepts_is_not_sealed(packed: bytes) -> None:
     with pytest.raises(ValueError, match="tokens"):
         seal(Record(RECORD.namespace, RECORD.parent, Tokens(packed), b"", exact=False), SECRET)
 
 
 def test_the_seal_is_not_a_plain_keyed_hash_under_the_secret() -> None:
-    """The secret signs other things as well; none of them may pass for a block."""
+    """The secret signs other things too, which must not pass for blocks."""
     raw = encode(RECORD, SECRET)
     refuse(raw[:-MAC_BYTES] + blake3(raw[:-MAC_BYTES], key=SECRET).digest())
 
@@ -196,23 +196,19 @@ LIES = [
 
 
 @pytest.mark.parametrize(("blob_bytes", "tokens"), LIES)
-def test_a_header_that_lies_about_sizes_is_refused_though_it_is_sealed(
-    blob_bytes: int, tokens: int
-) -> None:
+def test_a_sealed_header_with_wrong_sizes_is_refused(blob_bytes: int, tokens: int) -> None:
     fields = (MAGIC, blob_bytes, RECORD.parent, RECORD.namespace, True, tokens)
     refuse(sealed(struct.pack(">4sQ32s32s?I", *fields) + bytes(16)))
 
 
 @pytest.mark.parametrize(("origin", "tokens"), [(4, 1), (255, 1), (0, MAX_TOKENS + 1)])
-def test_a_header_that_makes_no_sense_is_refused_before_anything_is_allocated(
-    origin: int, tokens: int
-) -> None:
+def test_an_invalid_header_is_refused_before_memory_is_allocated(origin: int, tokens: int) -> None:
     fields = (MAGIC, 0, RECORD.parent, RECORD.namespace, origin, tokens)
     with pytest.raises(CorruptBlock, match="no sense"):
         parse_header(struct.pack(">4sQ32s32sBI", *fields))
 
 
-def test_a_record_of_another_format_is_refused_though_it_is_sealed() -> None:
+def test_a_sealed_record_of_another_format_is_refused() -> None:
     body = encode(RECORD, SECRET)[:-MAC_BYTES]
     refuse(sealed(b"RKB9" + body[len(MAGIC) :]))
 
@@ -227,7 +223,7 @@ def test_a_state_moved_under_other_tokens_is_refused() -> None:
 
 
 class Canary:
-    """Sings when it is unpickled."""
+    """Leaves a trace when it is unpickled."""
 
     sang = False
 
@@ -244,14 +240,14 @@ def test_a_pickle_is_only_bytes() -> None:
     assert not Canary.sang
 
 
-def test_a_record_is_written_as_every_version_before_wrote_it() -> None:
+def test_the_record_format_is_the_same_as_in_earlier_versions() -> None:
     tokens, state = Tokens.of(range(64)), b"state" * 100
     record = Record(b"r" * KEY_BYTES, b"p" * KEY_BYTES, tokens, state, exact=True, resumable=True)
     digest = sha256(encode(record, SECRET)).hexdigest()
     assert digest == "edd1b490ce2cf336c693be5ab7490da95041f84d8ec95c436c5c56e7ff072f5c"
 
 
-def test_a_large_record_is_written_in_stripes_as_it_will_be_for_good() -> None:
+def test_the_format_of_a_striped_record_is_fixed() -> None:
     state = bytes(range(256)) * (MIN_STRIPED_BYTES // 256) + b"end"
     record = replace(RECORD, blob=state)
     header, packed, blob, mac = seal(record, SECRET)
@@ -265,7 +261,7 @@ def test_a_large_record_is_written_in_stripes_as_it_will_be_for_good() -> None:
         verify(header, packed, state[:-1] + b"x", mac, SECRET)
 
 
-def test_a_record_is_sealed_alike_however_many_cores_do_it(
+def test_the_number_of_cores_does_not_change_the_seal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     record = Record(

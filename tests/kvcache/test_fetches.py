@@ -1,4 +1,4 @@
-"""Blocks on their way up from a tier: as many at once as their bytes allow."""
+"""Tests that fetches keep their memory budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATH = Tokens.of(range(BLOCKS * BLOCK_TOKENS))
 
 
 class Shelf:
-    """Blocks on a disk that four readers share, and the memory that what they read takes."""
+    """Blocks on a disk with four readers, and the memory of the blocks that were read."""
 
     def __init__(self, folder: Path, fetch_bytes: int) -> None:
         self._held: list[tuple[weakref.ref[Any], int]] = []
@@ -66,7 +66,7 @@ class Shelf:
         self.store.on_event(self._events.get(timeout=PATIENCE_S))
 
     def start(self, blocks: tuple[Block, ...]) -> list[Fetch]:
-        """As many windows as there is room for."""
+        """Start windows while there is room."""
         windows: list[Fetch] = []
         while window := self.store.fetches.start(blocks):
             windows.append(window)
@@ -76,7 +76,7 @@ class Shelf:
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
-    """Of blocks that are large: each has many stripes, and windows hold one of them."""
+    """Makes blocks large: each has many stripes, and a window holds one block."""
     monkeypatch.setattr(codec, "STRIPE_BYTES", 64)
     monkeypatch.setattr(codec, "MIN_STRIPED_BYTES", 1024)
     monkeypatch.setattr(fetches, "WINDOW_BYTES", len(STATE) // 2)
@@ -87,7 +87,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shelf]:
     made.disk.close()
 
 
-def test_large_blocks_are_read_beside_one_another_and_each_is_there_by_itself(
+def test_large_blocks_are_read_concurrently_and_each_is_reported(
     shelf: Shelf,
 ) -> None:
     blocks = shelf.store.match(ROOT, PATH).blocks
@@ -100,7 +100,7 @@ def test_large_blocks_are_read_beside_one_another_and_each_is_there_by_itself(
         assert bytes(window.blob(block) or b"") == STATE
 
 
-def test_what_is_read_never_takes_more_memory_than_it_may(shelf: Shelf) -> None:
+def test_reads_never_exceed_their_memory_budget(shelf: Shelf) -> None:
     limit_bytes = shelf.store.fetches.limit_bytes
     blocks = shelf.store.match(ROOT, PATH).blocks
     windows = shelf.start(blocks)
@@ -117,7 +117,7 @@ def test_what_is_read_never_takes_more_memory_than_it_may(shelf: Shelf) -> None:
     assert shelf.held_bytes == shelf.store.fetches.used_bytes == 0
 
 
-def test_windows_that_are_released_give_their_memory_back(shelf: Shelf) -> None:
+def test_released_windows_free_their_memory(shelf: Shelf) -> None:
     for window in shelf.start(shelf.store.match(ROOT, PATH).blocks):
         shelf.store.fetches.release(window)
     while shelf.store.fetches.used_bytes:

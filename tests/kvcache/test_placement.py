@@ -1,4 +1,5 @@
-"""What moving blocks between tiers costs: as much as there is to move, however deep the chains."""
+"""Tests that moving blocks between tiers costs the number of blocks moved, not the depth of
+chains."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ NAMESPACE = b"n" * 32
 
 
 class Steps:
-    """How many blocks of chains were looked at."""
+    """Counts the blocks of chains that were visited."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.taken = 0
@@ -37,7 +38,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
 
 
 def deep_store(lower_bytes: int | None = None, write_back: WriteBack = WriteBack.LATE) -> Store:
-    """One conversation, in RAM alone."""
+    """One conversation that is only in RAM."""
     lower = [] if lower_bytes is None else [MemoryTier(lower_bytes, lambda _event: None)]
     store = Store(block_tokens=1, tiers=[RamTier(1 << 30), *lower])
     extend(store, NAMESPACE, range(DEEP), write_back)
@@ -55,20 +56,22 @@ def last_of(store: Store) -> Block:
     return max(store, key=lambda block: block.stop)
 
 
-def test_writing_everything_looks_at_each_block_once(steps: Steps) -> None:
+def test_writing_everything_visits_each_block_once(steps: Steps) -> None:
     store = deep_store(1 << 30)
     store.write_back.write_everything()
     assert all(block.is_persistent for block in store)
     assert steps.taken <= 4 * DEEP
 
 
-def test_nor_does_it_look_longer_where_a_tier_takes_nothing(steps: Steps) -> None:
+def test_writing_everything_visits_each_block_once_if_a_tier_takes_nothing(steps: Steps) -> None:
     store = deep_store(0)
     store.write_back.write_everything()
     assert steps.taken <= 4 * DEEP
 
 
-def test_nor_where_the_first_block_may_not_be_written(steps: Steps) -> None:
+def test_writing_everything_visits_each_block_once_if_the_first_may_not_be_written(
+    steps: Steps,
+) -> None:
     store = deep_store(1 << 30)
     next(iter(store)).write_back = WriteBack.NEVER
     store.write_back.write_everything()
@@ -76,7 +79,7 @@ def test_nor_where_the_first_block_may_not_be_written(steps: Steps) -> None:
     assert steps.taken <= 4 * DEEP
 
 
-def test_a_chain_is_written_on_from_what_is_stored(steps: Steps) -> None:
+def test_only_the_missing_blocks_of_a_chain_are_written(steps: Steps) -> None:
     store = deep_store(1 << 30)
     store.write_back.write_everything()
     extend(store, last_of(store).key, range(DEEP, DEEP + 5), WriteBack.NEVER)
@@ -86,7 +89,7 @@ def test_a_chain_is_written_on_from_what_is_stored(steps: Steps) -> None:
     assert steps.taken <= 20
 
 
-def test_a_deep_conversation_grows_in_a_full_tier_for_the_price_of_its_new_blocks(
+def test_extending_a_deep_conversation_in_a_full_tier_costs_only_the_new_blocks(
     steps: Steps,
 ) -> None:
     store = deep_store()
@@ -101,7 +104,7 @@ def test_a_deep_conversation_grows_in_a_full_tier_for_the_price_of_its_new_block
     assert steps.taken <= 4 * 20
 
 
-def test_none_is_evicted_for_a_block_that_would_not_fit_even_then() -> None:
+def test_nothing_is_evicted_for_a_block_that_cannot_fit() -> None:
     store = deep_store()
     stranger = b"s" * 32
     store.put(stranger, stranger, Tokens.of([1]), b"x", exact=False)
@@ -114,7 +117,8 @@ def test_none_is_evicted_for_a_block_that_would_not_fit_even_then() -> None:
 
 
 def full_store(least_chance: float, write_back: WriteBack) -> tuple[Store, MemoryTier]:
-    """Ten blocks have gone through a RAM of four, which has learnt that one in ten comes back."""
+    """Ten blocks have passed through a RAM of four, which has learned that one in ten comes
+    back."""
     ram = RamTier(4 * cost_bytes(Tokens.of([0]), 1))
     hits, lives = [[25.6] * AGES] * CLASSES, [[256.0] * AGES] * CLASSES
     ram.budget.estimator.load([hits, lives])
@@ -134,7 +138,7 @@ def full_store(least_chance: float, write_back: WriteBack) -> tuple[Store, Memor
         (0.05, WriteBack.LATE, 6),
     ],
 )
-def test_what_leaves_ram_is_written_if_it_is_likely_to_be_used_again(
+def test_an_evicted_block_is_written_if_it_is_likely_to_be_used_again(
     least_chance: float, write_back: WriteBack, written: int
 ) -> None:
     store, lower = full_store(least_chance, write_back)
@@ -142,13 +146,13 @@ def test_what_leaves_ram_is_written_if_it_is_likely_to_be_used_again(
     assert len(store) == (10 if written else 4)
 
 
-def test_a_stop_writes_what_is_unlikely_too() -> None:
+def test_a_shutdown_writes_unlikely_blocks_too() -> None:
     store, lower = full_store(0.2, WriteBack.LATE)
     store.write_back.write_everything()
     assert sum(lower.holds(block) for block in store) == 4
 
 
-def test_what_nothing_is_known_of_is_written() -> None:
+def test_blocks_are_written_while_nothing_is_known_about_reuse() -> None:
     ram = RamTier(4 * cost_bytes(Tokens.of([0]), 1))
     lower = MemoryTier(1 << 30, lambda _event: None)
     store = Store(block_tokens=1, tiers=[ram, lower], min_reuse_probability=1.0)

@@ -25,7 +25,7 @@ def tree_of(stored: list[Ids], block_tokens: int, exact: set[Ids] | None = None)
 
 
 def check_blocks(blocks: tuple[Block, ...], start: int, stop: int, request: Ids) -> None:
-    """They go on where `start` ends, one after the other, and hold the tokens up to `stop`."""
+    """A chain of blocks from `start` to `stop`."""
     assert blocks[0].start == start
     assert all(one.stop == other.start for one, other in pairwise(blocks))
     assert blocks[-1].start < stop <= blocks[-1].stop
@@ -55,7 +55,7 @@ def test_the_longest_prefix_is_reused_wherever_it_is(
 
 
 @given(many_runs, many_runs, block_sizes, runs)
-def test_deciding_changes_nothing(
+def test_planning_changes_nothing(
     stored: list[Ids], held: list[Ids], block_tokens: int, request: Ids
 ) -> None:
     paths = tree_of(stored, block_tokens)
@@ -68,7 +68,7 @@ def test_deciding_changes_nothing(
 
 
 @given(many_runs, block_sizes, runs)
-def test_a_live_sequence_goes_another_way_when_both_go_on(
+def test_a_live_sequence_diverges_if_both_continue(
     held: list[Ids], block_tokens: int, request: Ids
 ) -> None:
     live = [Live(tokens, Tokens.of(tokens)) for tokens in held]
@@ -78,7 +78,7 @@ def test_a_live_sequence_goes_another_way_when_both_go_on(
 
 
 @given(many_runs, block_sizes, runs)
-def test_what_the_store_says_of_diverging_is_passed_on(
+def test_a_divergence_in_the_store_is_reported(
     stored: list[Ids], block_tokens: int, request: Ids
 ) -> None:
     match = tree_of(stored, block_tokens).tree.match(ROOT, Tokens.of(request))
@@ -88,7 +88,7 @@ def test_what_the_store_says_of_diverging_is_passed_on(
     assert resolve_exact(NO_PICTURES, match, step_tokens=block_tokens).diverged == match.diverged
 
 
-def test_the_device_is_preferred_when_the_store_has_no_more() -> None:
+def test_a_live_sequence_is_preferred_if_the_store_has_no_longer_prefix() -> None:
     match = tree_of([(1, 2, 3, 4)], 2).tree.match(ROOT, Tokens.of([1, 2, 3, 4]))
     plan = resolve(
         Tokens.of([1, 2, 3, 4]), match, [Live("here", Tokens.of([1, 2, 3, 4]))], block_tokens=2
@@ -112,7 +112,7 @@ def test_nothing_is_reused_for_an_empty_prompt() -> None:
     assert resolve_exact(NO_PICTURES, match, step_tokens=2) == Plan.nothing()
 
 
-def test_nothing_is_reused_when_there_is_nothing() -> None:
+def test_nothing_is_reused_from_an_empty_cache() -> None:
     assert resolve(Tokens.of([1, 2]), NOTHING_STORED, [], block_tokens=2) == Plan.nothing()
     assert resolve_exact(NO_PICTURES, NOTHING_STORED, step_tokens=2) == Plan.nothing()
 

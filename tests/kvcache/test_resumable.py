@@ -1,5 +1,4 @@
-"""Blocks with a checkpoint: larger than the same block without one, and worth keeping beside a
-longer one. Budgets, pins, deletion and a failing disk know that."""
+"""Tests blocks with a checkpoint: budgets, pins, deletion and a failing disk."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def state_of(path: Ids, *, resumable: bool) -> bytes:
 
 
 class DiskStore:
-    """A store with a disk below it."""
+    """A store with RAM and a disk."""
 
     def __init__(
         self, folder: Path, *, ram_bytes: int = PLENTY_BYTES, disk_bytes: int = PLENTY_BYTES
@@ -59,7 +58,7 @@ class DiskStore:
         exact: bool = False,
         write_back: WriteBack = SOON,
     ) -> bool:
-        """A conversation, block by block, its last one with a checkpoint or without."""
+        """Put a conversation block by block, the last one with or without a checkpoint."""
         parent, kept = ROOT, True
         for end in ends(path, BLOCK_TOKENS):
             packed = Tokens.of(last_block(end, BLOCK_TOKENS))
@@ -102,7 +101,7 @@ class DiskStore:
 
     @contextmanager
     def failing(self, code: int) -> Iterator[None]:
-        """Nothing can be written meanwhile."""
+        """Writes fail in the meantime."""
 
         def fail(records: Iterable[Record]) -> None:
             raise OSError(code, "no")
@@ -113,7 +112,7 @@ class DiskStore:
             self.flush()
 
     def fetch(self, path: Ids) -> list[bytes]:
-        """What a turn would be given of these blocks from the disk."""
+        """What a turn would read of these blocks from the disk."""
         blocks = self.store.match(ROOT, Tokens.of(path)).blocks
         fetch = self.store.fetches.start(blocks)
         while fetch is not None and not fetch.is_done:
@@ -121,7 +120,7 @@ class DiskStore:
         return [bytes(blob) for block in blocks if (blob := self.store.get(block)) is not None]
 
     def copied_bytes(self) -> int:
-        """What the copies on disk take, counted one by one."""
+        """The bytes of the copies on disk, counted one by one."""
         on_disk = (block for block in self.store if self.disk.holds(block))
         return sum(block.copies[self.disk.name].size_bytes for block in on_disk)
 
@@ -141,10 +140,10 @@ def cache(tmp_path: Path) -> Iterator[DiskStore]:
 # -- budgets ---------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_for_a_block_that_is_on_disk_too_keeps_to_the_ram_budget(
+def test_adding_a_checkpoint_to_a_block_on_disk_keeps_the_ram_budget(
     tmp_path: Path,
 ) -> None:
-    """The block itself is the one that RAM would let go of to make room for its checkpoint."""
+    """RAM would evict the block itself to make room for its checkpoint."""
     room = CHECKPOINT_BYTES + 2 * BLOCK_TOKENS * CELL_BYTES + 2 * OVERHEAD_BYTES
     for spare in range(0, room, 97):
         cache = DiskStore(tmp_path / str(spare), ram_bytes=room + 500 - spare)
@@ -156,8 +155,8 @@ def test_a_checkpoint_for_a_block_that_is_on_disk_too_keeps_to_the_ram_budget(
         cache.disk.close()
 
 
-def test_checkpoints_keep_to_the_disk_budget(tmp_path: Path) -> None:
-    """One that comes to a block on disk makes room like any other, or stays away."""
+def test_checkpoints_keep_the_disk_budget(tmp_path: Path) -> None:
+    """A checkpoint for a block on disk makes room like any other state, or is refused."""
     cache = DiskStore(tmp_path, disk_bytes=LEAST_DISK_BYTES + 200_000)
     paths = [(first, 1, 2, 3) for first in range(20)]
     for path in paths:
@@ -177,11 +176,11 @@ def test_checkpoints_keep_to_the_disk_budget(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", ["checkpoint", "longer"])
 @pytest.mark.parametrize("end", [6, 8])
 @pytest.mark.parametrize("behind", [0, 1])
-def test_a_pin_holds_the_checkpoint_beside_longer_blocks(
+def test_a_pin_keeps_a_checkpoint_next_to_longer_blocks(
     tmp_path: Path, first: str, end: int, behind: int
 ) -> None:
-    """Others go on from what is pinned; then its own checkpoint must not go in their place. That of
-    a reply is one token behind its end."""
+    """Other conversations continue a pinned one, and its checkpoint must stay. The checkpoint of
+    a reply is one token before its end."""
     room = 3 * CHECKPOINT_BYTES
     cache = DiskStore(tmp_path, ram_bytes=room)
     if first == "longer":
@@ -197,8 +196,8 @@ def test_a_pin_holds_the_checkpoint_beside_longer_blocks(
     cache.disk.close()
 
 
-def test_deleting_a_conversation_takes_its_checkpoints(cache: DiskStore) -> None:
-    """Not those of what another begins with."""
+def test_deleting_a_conversation_removes_its_checkpoints(cache: DiskStore) -> None:
+    """Checkpoints of a shared prefix stay."""
     other = (*LONG[:4], 90, 91, 92, 93)
     cache.put(LONG[:6], resumable=True)
     cache.put(LONG[:7], resumable=True)
@@ -227,10 +226,10 @@ def test_deleting_the_only_conversation_leaves_nothing(cache: DiskStore) -> None
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_checkpoint_that_cannot_be_written_costs_nothing_that_was(
+def test_a_checkpoint_that_cannot_be_written_loses_no_stored_state(
     cache: DiskStore, code: int, exact: bool
 ) -> None:
-    """The file that the block had stands, and so does everything that rests on it."""
+    """The block's old file stays valid, and so do its descendants."""
     handle = cache.attach(LONG, pinned=True)
     cache.put(LONG)
     cache.store.write_back.write_everything()
@@ -245,7 +244,7 @@ def test_a_checkpoint_that_cannot_be_written_costs_nothing_that_was(
     again.disk.close()
 
 
-def test_what_ram_holds_of_a_checkpoint_that_was_not_written_is_what_its_block_says(
+def test_ram_drops_a_checkpoint_whose_write_failed(
     cache: DiskStore,
 ) -> None:
     cache.put(LONG)
@@ -260,7 +259,7 @@ def test_what_ram_holds_of_a_checkpoint_that_was_not_written_is_what_its_block_s
     assert block.size_bytes == len(held)
 
 
-def test_a_block_that_gets_its_checkpoint_while_it_is_read_is_not_called_corrupt(
+def test_a_block_that_gets_a_checkpoint_during_a_read_is_not_reported_as_corrupt(
     tmp_path: Path,
 ) -> None:
     cache = DiskStore(tmp_path)

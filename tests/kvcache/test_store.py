@@ -48,7 +48,7 @@ def name(path: Ids) -> bytes:
 
 
 def put(store: Store, path: Ids, blob: bytes, *, exact: bool = False) -> bool:
-    """Put the last block of a path under the one before it."""
+    """Put the last block of a path under its parent."""
     parent = name(parent_of(path, BLOCK_TOKENS))
     return store.put(ROOT, parent, Tokens.of(last_block(path, BLOCK_TOKENS)), blob, exact=exact)
 
@@ -66,14 +66,14 @@ def find(store: Store, path: Ids) -> Block | None:
 
 
 def keep(store: Store, path: Ids, *, exact: bool = False) -> None:
-    """Put every block of a path that is still wanted, each with its own path for a state."""
+    """Put every wanted block of a path, with its path as its state."""
     for end in ends(path, BLOCK_TOKENS):
         if wants(store, end, exact=exact) and not put(store, end, pack(end), exact=exact):
             return
 
 
 def room_for(blocks: int, eviction: EvictionPolicy = "hit-density") -> Store:
-    """A store for so many blocks with a state of ten bytes."""
+    """A store for this many blocks with ten bytes of state."""
     cost = cost_bytes(Tokens.of([0] * BLOCK_TOKENS), 10)
     return Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(blocks * cost, eviction)])
 
@@ -84,8 +84,8 @@ class Kept(NamedTuple):
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The store beside a dictionary. Only the store decides what is evicted; the dictionary then
-    forgets it too, and has to agree with everything that is left."""
+    """Compares the store with a dictionary. The dictionary forgets what the store evicts, and
+    must agree with the rest."""
 
     @initialize(
         limit_bytes=st.integers(0, 14).map(lambda blocks: blocks * 1600),
@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.states = count()
 
     def look(self) -> dict[Ids, Kept]:
-        """All that can be had from the store, asking for every path ever put."""
+        """Everything that the store returns for the paths that were ever put."""
         seen = {}
         for path in self.known:
             if block := find(self.store, path):
@@ -109,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
         return seen
 
     def path(self, data: st.DataObject) -> Ids:
-        """Mostly a block on top of a stored one; now and then one without a parent."""
+        """Usually a block after a stored one, sometimes one without a parent."""
         above = data.draw(st.sampled_from([(), *sorted(self.kept)]) | runs)
         path: Ids = above + data.draw(st.lists(st.integers(0, 2), min_size=1).map(tuple))
         return path[: len(parent_of((*above, 0), BLOCK_TOKENS)) + BLOCK_TOKENS]
@@ -136,7 +136,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.kept = self.look()
 
     def could_fit(self, path: Ids, blob: bytes) -> bool:
-        """Whether the chain up to this block is within the budget by itself."""
+        """Whether the chain up to this block fits into the budget alone."""
         chain = [(end, self.kept[end].blob) for end in ends(path, BLOCK_TOKENS)[:-1]]
         return cost(*chain, (path, blob)) <= self.store.tiers[0].budget.limit_bytes
 
@@ -237,7 +237,7 @@ def test_a_hundred_chains_on_one_prefix_store_it_once() -> None:
     assert store.counts.stored_blocks == 103
 
 
-def test_a_second_turn_stores_only_what_is_new() -> None:
+def test_a_second_turn_stores_only_new_blocks() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(PLENTY_BYTES)])
     keep(store, (1, 2, 3, 4, 5, 6, 7))
     before = store.counts.stored_blocks
@@ -245,7 +245,7 @@ def test_a_second_turn_stores_only_what_is_new() -> None:
     assert store.counts.stored_blocks == before + 2
 
 
-def test_an_exact_block_takes_the_place_of_one_that_is_not_and_never_the_reverse() -> None:
+def test_an_exact_block_replaces_an_inexact_one_and_never_the_reverse() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(PLENTY_BYTES)])
     path = (1, 2, 3)
     assert put(store, path, b"decoded")
@@ -262,7 +262,7 @@ def test_an_exact_block_takes_the_place_of_one_that_is_not_and_never_the_reverse
     assert store.get(block) == b"prefilled"
 
 
-def test_a_block_replaced_by_a_bigger_one_is_paid_for() -> None:
+def test_replacing_a_block_by_a_larger_one_counts_its_bytes() -> None:
     store = room_for(3)
     for token in (1, 2, 3):
         assert put(store, (token,) * 3, bytes(10))
@@ -274,7 +274,7 @@ def test_a_block_replaced_by_a_bigger_one_is_paid_for() -> None:
     assert len(store) == 2
 
 
-def test_a_chain_that_has_grown_too_big_for_another_block_evicts_nothing_for_it() -> None:
+def test_a_chain_that_fills_the_budget_evicts_nothing_for_another_block() -> None:
     store = room_for(3)
     assert put(store, (1, 1, 1), bytes(10))
     assert put(store, (1, 1, 1), bytes(1500), exact=True)
@@ -283,7 +283,7 @@ def test_a_chain_that_has_grown_too_big_for_another_block_evicts_nothing_for_it(
     assert len(store) == 2
 
 
-def test_namespaces_that_come_and_go_leave_no_memory_behind() -> None:
+def test_removed_namespaces_take_no_memory() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(PLENTY_BYTES)])
 
     def come_and_go() -> None:
@@ -295,7 +295,7 @@ def test_namespaces_that_come_and_go_leave_no_memory_behind() -> None:
     assert allocated_bytes(come_and_go) < 50_000
 
 
-def test_a_longer_tail_takes_the_place_of_those_it_covers() -> None:
+def test_a_longer_tail_replaces_the_tails_that_it_covers() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(PLENTY_BYTES)])
     assert put(store, (1,), b"one")
     assert put(store, (1, 2), b"two")
@@ -312,7 +312,7 @@ def test_a_tail_that_is_covered_already_is_not_wanted() -> None:
     assert len(store) == 1
 
 
-def test_an_exact_tail_gives_way_only_to_an_exact_block() -> None:
+def test_an_exact_tail_is_replaced_only_by_an_exact_block() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(PLENTY_BYTES)])
     assert put(store, (1, 2), b"exact tail", exact=True)
     assert put(store, (1, 2, 3), b"decoded")
@@ -321,7 +321,7 @@ def test_an_exact_tail_gives_way_only_to_an_exact_block() -> None:
     assert len(store) == 1
 
 
-def test_an_exact_tail_is_wanted_beside_a_longer_block_that_is_not_exact() -> None:
+def test_an_exact_tail_is_wanted_next_to_a_longer_inexact_block() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(PLENTY_BYTES)])
     assert put(store, (1, 2, 3), b"decoded")
     assert wants(store, (1, 2), exact=True)
@@ -336,7 +336,7 @@ def test_a_block_without_its_parent_is_refused() -> None:
     assert put(store, (1, 2, 3, 4), b"child")
 
 
-def test_a_block_after_a_tail_is_refused_for_it_could_never_be_found() -> None:
+def test_a_block_after_a_tail_is_refused() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(PLENTY_BYTES)])
     assert put(store, (1, 2), b"tail")
     assert not store.put(ROOT, name((1, 2)), Tokens.of([3]), b"beyond", exact=False)
@@ -352,14 +352,14 @@ def test_a_block_that_can_never_fit_evicts_nothing() -> None:
     assert store.counts == StoreCounts(stored_blocks=3, stored_bytes=30, refused_blocks=1)
 
 
-def test_a_store_without_memory_keeps_nothing_and_says_so() -> None:
+def test_a_store_without_memory_refuses_every_block() -> None:
     store = Store(block_tokens=BLOCK_TOKENS, tiers=[RamTier(0)])
     assert not put(store, (1, 2, 3), b"state")
     assert store.match(ROOT, Tokens.of([1, 2, 3])).blocks == ()
     assert store.counts == StoreCounts(refused_blocks=1)
 
 
-def test_blocks_used_without_those_above_them_are_still_evicted_first() -> None:
+def test_blocks_that_are_used_without_their_parents_are_still_evicted_first() -> None:
     store = room_for(4, "lru")
     path = (1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4)
     for end in ends(path, BLOCK_TOKENS):
@@ -381,7 +381,7 @@ def test_a_very_long_chain_can_be_dropped() -> None:
     assert len(store) == store.tiers[0].budget.used_bytes == 0
 
 
-def test_what_was_evicted_can_be_stored_again() -> None:
+def test_an_evicted_block_can_be_stored_again() -> None:
     store = room_for(1)
     assert put(store, (1, 1, 1), b"1st state.")
     stale = find(store, (1, 1, 1))
@@ -396,7 +396,7 @@ def test_what_was_evicted_can_be_stored_again() -> None:
 
 
 def mixtures(paths: list[Ids]) -> Iterator[Ids]:
-    """Every path, and every beginning of one with the rest of another."""
+    """Every path, and every prefix of one with the rest of another."""
     for one, other in product(paths, paths):
         for cut in range(0, len(one) + 1, BLOCK_TOKENS):
             yield one[:cut] + other[cut:]
@@ -436,8 +436,8 @@ def test_a_handle_never_gives_the_state_of_a_block_with_the_same_key() -> None:
 
 
 @pytest.mark.parametrize("policy", get_args(EvictionPolicy))
-def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> None:
-    """Conversations that go on in any order, in a store of fifty blocks of one token."""
+def test_the_store_has_exactly_the_hits_of_its_policy(policy: EvictionPolicy) -> None:
+    """Conversations continue in random order in a store of fifty blocks of one token."""
     cost = cost_bytes(Tokens.of([0]), 1)
     store = Store(block_tokens=1, tiers=[RamTier(50 * cost, policy)])
     ranking = new_ranking(policy, HitDensity())
@@ -467,8 +467,8 @@ def test_the_store_hits_what_its_policy_alone_would(policy: EvictionPolicy) -> N
 
 
 def test_the_store_has_as_many_hits_as_a_simulation_with_other_keys() -> None:
-    """Within two in a hundred: what keys decide, which conversations are watched and which blocks
-    share a set of ghosts, makes no more of a difference."""
+    """Keys decide which blocks share a set of ghosts, which changes the hits by at most two
+    percent."""
     requests = conversations(1200)
     cost = cost_bytes(Tokens.of([0]), 1)
     store = Store(block_tokens=1, tiers=[RamTier(300 * cost)])
@@ -486,8 +486,8 @@ def test_the_store_has_as_many_hits_as_a_simulation_with_other_keys() -> None:
 
 
 def conversations(turns: int) -> list[list[int]]:
-    """What is asked in turn: one in three goes on with a conversation of the last forty, and all
-    begin with the same three blocks."""
+    """Requests of which one in three continues one of the last forty. All begin with the same
+    three blocks."""
     chance, names = random.Random(11), count(3)
     paths: list[list[int]] = []
     for _ in range(turns):

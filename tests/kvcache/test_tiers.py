@@ -1,5 +1,6 @@
-"""The store with its tiers, beside a dictionary: the exact bytes or nothing, pins never
-lost, budgets kept after every step, whatever is restarted, corrupted, expired or evicted."""
+"""Compares the store and its tiers with a dictionary through restarts, corruption, expiry and
+eviction. Reads give the exact bytes or nothing, pins are never lost, and budgets hold after
+every step."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ CHECKPOINT = b"checkpoint of ".ljust(5000, b".")  # larger than a page, as real 
 
 
 def state_of(root: bytes, path: Ids, *, resumable: bool = False) -> bytes:
-    """The only right state of a path: any other bytes are a wrong answer."""
+    """The only valid state of a path."""
     cells = (root[:1] + pack(path)).ljust(STATE_BYTES, b".")
     return cells + CHECKPOINT + pack(path) if resumable else cells
 
@@ -88,10 +89,10 @@ class Tiers(RuleBasedStateMachine):
         return []
 
     def advance(self) -> None:
-        """Let tiers work that do so only when asked to."""
+        """Advance tiers that work only on request."""
 
     def take_in(self, *, wait: bool = False) -> None:
-        """Take in what the tiers did; wait for at least one thing if asked to."""
+        """Handle the events of the tiers. With `wait`, at least one."""
         self.advance()
         with suppress(Empty):
             while True:
@@ -107,7 +108,7 @@ class Tiers(RuleBasedStateMachine):
             self.take_in(wait=True)
 
     def fetch(self, root: bytes, path: Ids) -> list[tuple[Block, bytes]]:
-        """What a turn would get: blocks with their states, up to the first that fails."""
+        """What a turn would get: blocks with their states, up to the first failure."""
         blocks = self.store.match(root, Tokens.of(path)).blocks
         found = []
         for number, block in enumerate(blocks):
@@ -154,7 +155,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(root=roots, path=runs)
     def resume(self, root: bytes, path: Ids) -> None:
-        """Every checkpoint on the way is found, and none beside it."""
+        """Every checkpoint on the path is found, and no other."""
         found = list(self.store.checkpoints(root, Tokens.of(path)))
         on_the_way = [
             block
@@ -211,7 +212,7 @@ class Tiers(RuleBasedStateMachine):
 
     @rule(kindly=st.booleans())
     def restart(self, kindly: bool) -> None:
-        """After a kind stop all is there that may be written; after a crash, what was stored."""
+        """After a shutdown every writable block is there, and after a crash every stored one."""
         if kindly:
             self.store.retry()
             self.store.write_back.write_everything()
@@ -241,14 +242,14 @@ class Tiers(RuleBasedStateMachine):
             tier.close()
 
     def unpromised(self, keys: Iterable[str]) -> list[str]:
-        """Those of these blocks that no pin rests on."""
+        """The blocks that no pin depends on."""
         pinned = [block for block in self.store if block.is_pinned]
         safe = {each.key.hex() for block in pinned for each in chain(block)}
         return sorted(set(keys) - safe)
 
     @rule(pick=st.integers(0, 999), offset=st.integers(0, 400), flip=st.integers(1, 255))
     def corrupt(self, pick: int, offset: int, flip: int) -> None:
-        """Any file but those of pins; how many there are depends on when the writer ran."""
+        """Damage any file except those of pins. Their number depends on the writer's timing."""
         self.flush()
         self.flush()  # what the first one made superfluous is gone now
         folder = self.disk.folder.path / "blocks"
@@ -263,7 +264,7 @@ class Tiers(RuleBasedStateMachine):
         error=st.sampled_from([errno.ENOSPC, errno.EIO]), root=roots, path=runs, exact=st.booleans()
     )
     def break_down(self, error: int, root: bytes, path: Ids, exact: bool) -> None:
-        """Nothing can be written for a while, and everything is to be."""
+        """Writes fail for a while, and every block has to be written."""
 
         def fail(records: Iterable[Record]) -> None:
             raise OSError(error, "no")
@@ -373,7 +374,7 @@ def _path(block: Block) -> Ids:
 
 
 class ThreeTiers(Tiers):
-    """With a third tier below the disk that the store knows nothing about."""
+    """Adds a third tier below the disk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,7 +410,7 @@ class ThreeTiers(Tiers):
 
     @rule()
     def lose_the_disk(self) -> None:
-        """Nothing can be written to the disk, so that what RAM gives up goes further down."""
+        """Writes to the disk fail, so blocks that RAM evicts go to the next tier."""
         self.disk.state = "failing"
 
 

@@ -32,7 +32,7 @@ def grown(stored: list[Ids], block_tokens: int) -> PathTree:
 
 
 def check_match(paths: PathTree, request: Ids) -> None:
-    """What is found is the longest there is, in blocks that follow each other from the start."""
+    """The match is the longest prefix, in consecutive blocks from the start."""
     match = paths.tree.match(ROOT, Tokens.of(request))
     assert match.tokens == longest(paths.blocks, request)
     assert match.diverged == goes_another_way(paths.blocks, request)
@@ -54,7 +54,7 @@ def test_the_longest_common_prefix_is_found(
 
 
 @given(many_runs, block_sizes, runs, st.data())
-def test_the_longest_common_prefix_is_found_after_leaves_have_gone(
+def test_the_longest_common_prefix_is_found_after_leaves_were_removed(
     stored: list[Ids], block_tokens: int, request: Ids, data: st.DataObject
 ) -> None:
     paths = grown(stored, block_tokens)
@@ -80,14 +80,14 @@ def test_the_longest_common_prefix_is_found_after_leaves_have_gone(
         ((9,), 0, True),
     ],
 )
-def test_a_match_diverges_where_store_and_request_both_go_on(
+def test_a_match_diverges_if_store_and_request_both_continue(
     request_tokens: Ids, tokens: int, diverged: bool
 ) -> None:
     match = grown([(1, 2, 3, 4, 5, 6)], 4).tree.match(ROOT, Tokens.of(request_tokens))
     assert (match.tokens, match.diverged) == (tokens, diverged)
 
 
-def test_a_tail_that_ends_does_not_hide_a_longer_one_that_goes_another_way() -> None:
+def test_a_short_tail_does_not_hide_a_longer_one_that_diverges() -> None:
     paths = grown([(1, 2), (1, 2, 3)], 4)
     assert paths.tree.match(ROOT, Tokens.of([1, 2, 0])).diverged
     assert paths.tree.match(ROOT, Tokens.of([1, 2, 9])).diverged
@@ -120,7 +120,7 @@ def test_a_block_is_named_by_the_chain_above_it(stored: list[Ids], block_tokens:
 
 
 @given(many_runs, block_sizes)
-def test_siblings_that_begin_alike_know_each_other(stored: list[Ids], block_tokens: int) -> None:
+def test_siblings_with_a_common_prefix_are_found(stored: list[Ids], block_tokens: int) -> None:
     paths = grown(stored, block_tokens)
     for block in paths.tree:
         assert block.parent is not None
@@ -132,7 +132,7 @@ def test_siblings_that_begin_alike_know_each_other(stored: list[Ids], block_toke
 
 
 @given(many_runs, block_sizes, runs)
-def test_a_tail_not_stored_yet_knows_what_covers_it(
+def test_blocks_that_cover_a_missing_tail_are_found(
     stored: list[Ids], block_tokens: int, tail: Ids
 ) -> None:
     paths = grown(stored, block_tokens)
@@ -163,7 +163,7 @@ def test_colliding_keys_never_give_wrong_tokens(
         assert len(paths.tree) == 0
 
 
-def test_a_root_without_blocks_is_forgotten() -> None:
+def test_a_root_without_blocks_is_removed() -> None:
     paths = grown([(1, 2), (3,)], 4)
     for path in paths.leaves():
         paths.remove(path)
@@ -171,14 +171,14 @@ def test_a_root_without_blocks_is_forgotten() -> None:
     assert list(paths.tree.longer(ROOT, Tokens())) == []
 
 
-def test_leaves_go_before_their_parents() -> None:
+def test_only_leaves_can_be_removed() -> None:
     paths = grown([(1, 2, 3)], 2)
     with pytest.raises(AssertionError, match="only leaves"):
         paths.remove((1, 2))
 
 
-def test_a_match_holds_a_picture_whole_or_not_at_all() -> None:
-    """State in the middle of a picture, as a cancelled prefill leaves it, is of no use."""
+def test_a_match_never_ends_inside_an_image() -> None:
+    """A cancelled prefill may leave state in the middle of an image, which cannot be used."""
     picture = Tokens.of_media(b"a picture", 6, 6)
     prompt = Tokens.of([1, 2, 3]) + picture + Tokens.of([4])
     tree = Tree(4)
@@ -191,7 +191,7 @@ def test_a_match_holds_a_picture_whole_or_not_at_all() -> None:
     assert list(tree.checkpoints(ROOT, prompt)) == [last]
 
 
-def test_another_picture_in_the_same_place_is_another_prefix() -> None:
+def test_another_image_at_the_same_position_is_another_prefix() -> None:
     tree = Tree(4)
     for digest in (b"a picture", b"another one"):
         prompt = Tokens.of([1, 2]) + Tokens.of_media(digest, 4, 4)

@@ -23,7 +23,7 @@ KEY, SIZE = key_of(RECORD), size_of(RECORD)
 
 
 class Place:
-    """A block_files and where its files lie."""
+    """The block files and their folder."""
 
     def __init__(self, path: Path, calls: Calls, secret: bytes) -> None:
         path.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ class Opener(Protocol):
 
 @pytest.fixture
 def open_place(tmp_path: Path) -> Iterator[Opener]:
-    """Opens vaults, by name if there are several, and closes them after the test."""
+    """Opens block files and closes them after the test."""
     with ExitStack() as opened:
 
         def open_one(name: str = "model", calls: Calls = SYSTEM, secret: bytes = SECRET) -> Place:
@@ -68,7 +68,7 @@ def refuse(place: Place, match: str = r".") -> None:
         place.block_files.read(KEY, SIZE)
 
 
-def test_blocks_come_back_as_they_were_written(place: Place) -> None:
+def test_written_blocks_are_read_back(place: Place) -> None:
     records = chain(5, seed=1)
     place.block_files.write(records)
     for record in records:
@@ -184,7 +184,7 @@ IMPOSTORS: list[Callable[[Path], None]] = [_folder, os.mkfifo, _socket, _link, _
 
 
 @pytest.mark.parametrize("make", IMPOSTORS, ids=["folder", "pipe", "socket", "link", "loop"])
-def test_what_is_not_a_file_is_refused_at_once_and_moved_out_of_the_way(
+def test_an_item_that_is_not_a_file_is_refused_and_moved_away(
     place: Place, make: Callable[[Path], None]
 ) -> None:
     place.file().unlink()
@@ -199,13 +199,13 @@ def test_what_is_not_a_file_is_refused_at_once_and_moved_out_of_the_way(
     assert place.block_files.read(KEY, SIZE) == RECORD
 
 
-def test_a_missing_file_is_told_as_such(place: Place) -> None:
+def test_a_missing_file_is_reported(place: Place) -> None:
     place.file().unlink()
     refuse(place, "missing")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_file_is_told_as_such(place: Place) -> None:
+def test_an_unreadable_file_is_reported(place: Place) -> None:
     place.file().chmod(0)
     refuse(place, "cannot be read")
 
@@ -222,7 +222,7 @@ def test_a_disk_that_fails_to_read_is_a_bad_block(kind: str, open_place: Opener)
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
-def test_a_want_of_handles_or_memory_is_not_blamed_on_the_file(
+def test_a_lack_of_handles_or_memory_does_not_mark_the_file_as_bad(
     error: int, open_place: Opener
 ) -> None:
     with pytest.raises(OSError, match=r".") as raised:
@@ -233,7 +233,7 @@ def test_a_want_of_handles_or_memory_is_not_blamed_on_the_file(
 # -- looking, quarantine, removing ---------------------------------------------------------------
 
 
-def test_a_look_at_a_file_tells_its_place_without_its_state(place: Place) -> None:
+def test_the_place_of_a_block_is_read_without_its_state(place: Place) -> None:
     header, tokens, size = place.block_files.tentative(KEY)
     assert (header.parent, header.namespace, header.exact) == (
         RECORD.parent,
@@ -262,7 +262,7 @@ def test_only_the_latest_bad_files_are_kept(place: Place) -> None:
     )
 
 
-def test_large_bad_files_are_not_hoarded(place: Place) -> None:
+def test_the_quarantine_has_a_byte_limit(place: Place) -> None:
     place.block_files.max_quarantine_bytes = 250
     for _ in range(4):
         place.file().write_bytes(bytes(100))
@@ -270,14 +270,14 @@ def test_large_bad_files_are_not_hoarded(place: Place) -> None:
     assert len(list(place.quarantine.iterdir())) == 2
 
 
-def test_a_bad_file_that_cannot_be_quarantine_is_removed(open_place: Opener) -> None:
+def test_a_bad_file_that_cannot_be_quarantined_is_removed(open_place: Opener) -> None:
     place = open_place(calls=Faults("replace", 2, errno.ENOSPC).calls())
     place.block_files.write([RECORD])
     place.block_files.quarantine(KEY)
     assert (place.block_files.sizes(), list(place.quarantine.iterdir())) == ({}, [])
 
 
-def test_a_file_that_cannot_be_removed_does_not_keep_the_others(open_place: Opener) -> None:
+def test_other_files_are_removed_if_one_cannot_be(open_place: Opener) -> None:
     place = open_place(calls=Faults("unlink", 1, errno.EACCES).calls())
     records = chain(3)
     place.block_files.write(records)
@@ -288,7 +288,7 @@ def test_a_file_that_cannot_be_removed_does_not_keep_the_others(open_place: Open
     assert place.block_files.sizes() == {}
 
 
-def test_foreign_things_are_named_and_can_be_taken_out(place: Place) -> None:
+def test_foreign_files_are_listed_and_can_be_quarantined(place: Place) -> None:
     for name in ("notes.txt", "AB" * 32, "ab" * 31, f"{KEY.hex()}\n", "\uff0e\uff0e"):
         (place.blocks / name).touch()
     assert place.block_files.sizes().keys() == {KEY}
@@ -316,5 +316,5 @@ def test_a_batch_that_fails_anywhere_leaves_only_good_blocks(
             assert block_files.read(key, block_files.sizes()[key]) in (before, after)
 
 
-def test_there_is_free_space(place: Place) -> None:
+def test_the_free_space_is_reported(place: Place) -> None:
     assert place.block_files.free_bytes() > 0

@@ -1,4 +1,4 @@
-"""A large block is read by several threads, and is the block or an error whatever they meet."""
+"""Tests that several threads read a large block exactly or report an error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def path(block_files: BlockFiles, tmp_path: Path) -> Path:
 def read_together(
     reading: BlockReading, is_wanted: Callable[[], bool] = lambda: True
 ) -> Record | None:
-    """By some threads that begin at once, and one more that comes late."""
+    """Read with several threads that start together and one that starts late."""
     begin = threading.Barrier(THREADS)
 
     def take_part() -> bool:
@@ -84,14 +84,14 @@ def read_together(
     return reading.record()
 
 
-def test_what_several_threads_read_is_the_record(block_files: BlockFiles, path: Path) -> None:
+def test_several_threads_read_one_record(block_files: BlockFiles, path: Path) -> None:
     assert parse_header(path.read_bytes()[:HEADER_BYTES]).is_striped
     for _ in range(20):
         assert read_together(block_files.reading(KEY, SIZE)) == RECORD
     assert block_files.read(KEY, SIZE) == RECORD
 
 
-def test_a_large_record_of_versions_before_is_read_as_well(
+def test_a_large_record_of_an_earlier_version_can_be_read(
     block_files: BlockFiles, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(codec, "MIN_STRIPED_BYTES", 1 << 30)
@@ -103,9 +103,7 @@ def test_a_large_record_of_versions_before_is_read_as_well(
         read_together(block_files.reading(KEY, SIZE))
 
 
-def test_a_flipped_bit_in_any_stripe_and_around_them_is_noticed(
-    block_files: BlockFiles, path: Path
-) -> None:
+def test_a_flipped_bit_anywhere_is_detected(block_files: BlockFiles, path: Path) -> None:
     chance = random.Random(5)
     stripes = [STATE_AT + number * STRIPE_BYTES for number in range(STRIPES)]
     inside = [start + chance.randrange(STRIPE_BYTES - 8) for start in stripes]
@@ -120,7 +118,7 @@ def test_a_flipped_bit_in_any_stripe_and_around_them_is_noticed(
     assert read_together(block_files.reading(KEY, SIZE)) == RECORD
 
 
-def test_stripes_in_another_order_are_noticed(block_files: BlockFiles, path: Path) -> None:
+def test_swapped_stripes_are_detected(block_files: BlockFiles, path: Path) -> None:
     raw = bytearray(path.read_bytes())
     one, other = (slice(at, at + STRIPE_BYTES) for at in (STATE_AT, STATE_AT + STRIPE_BYTES))
     raw[one], raw[other] = raw[other], raw[one]
@@ -129,7 +127,7 @@ def test_stripes_in_another_order_are_noticed(block_files: BlockFiles, path: Pat
         read_together(block_files.reading(KEY, SIZE))
 
 
-def test_a_record_in_stripes_does_not_pass_for_one_that_is_not(
+def test_a_striped_record_is_refused_under_the_other_magic(
     block_files: BlockFiles, path: Path
 ) -> None:
     raw = path.read_bytes()
@@ -141,7 +139,7 @@ def test_a_record_in_stripes_does_not_pass_for_one_that_is_not(
 
 
 @pytest.mark.parametrize("size", [0, HEADER_BYTES, STATE_AT + 5 * STRIPE_BYTES, SIZE - 1])
-def test_a_short_file_is_refused_before_there_is_memory_for_it(
+def test_a_short_file_is_refused_before_memory_is_allocated(
     block_files: BlockFiles, path: Path, size: int
 ) -> None:
     def allocate(size_bytes: int) -> memoryview:
@@ -153,7 +151,7 @@ def test_a_short_file_is_refused_before_there_is_memory_for_it(
 
 
 class Watched:
-    """Reads of a file's state, in their order; `then` is called before each."""
+    """Records the reads of a file's state. `then` is called before each."""
 
     def __init__(self, then: Callable[[int], None]) -> None:
         self.starts: list[int] = []
@@ -200,7 +198,7 @@ def test_when_one_thread_fails_the_others_stop(
 
 
 @pytest.mark.usefixtures("path")
-def test_what_nobody_wants_any_more_is_not_read_to_its_end(open_files: Open) -> None:
+def test_an_abandoned_read_stops_early(open_files: Open) -> None:
     gone = threading.Event()
     watched = Watched(lambda number: gone.set() if number == 3 else None)
     reading = open_files(watched.calls()).reading(KEY, SIZE)
@@ -210,11 +208,10 @@ def test_what_nobody_wants_any_more_is_not_read_to_its_end(open_files: Open) -> 
 
 
 @pytest.mark.parametrize("ending", ["read", "damaged", "unreadable", "unwanted"])
-def test_memory_is_had_once_and_let_go_of_with_the_record(
+def test_memory_is_allocated_once_and_freed_with_the_record(
     open_files: Open, path: Path, ending: str
 ) -> None:
-    """Threads that come late still hold the reading then, and not its memory; no collector has to
-    come by."""
+    """Late threads keep the reading but not its memory, even without garbage collection."""
     held: list[weakref.ref[Any]] = []
 
     def fail(_number: int) -> None:

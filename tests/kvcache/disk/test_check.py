@@ -20,7 +20,7 @@ ENTRY = entry("a", names=(("session_id", "x"),))
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A cache with one model whose folder is sound."""
+    """A cache with one intact model folder."""
     home = tmp_path / "cache"
     folder = reopen(home)
     folder.block_files.write(RECORDS)
@@ -48,7 +48,7 @@ def kinds(reports: list[FolderReport]) -> list[str]:
 
 
 def tree(home: Path) -> dict[str, bytes]:
-    """Everything but what opening an index touches anyway."""
+    """All files except those that opening an index changes."""
     files = [path for path in home.rglob("*") if path.is_file() and not path.is_symlink()]
     return {str(path): path.read_bytes() for path in files if "index.db" not in path.name}
 
@@ -60,7 +60,7 @@ def test_a_sound_cache_has_no_findings_and_every_block_was_read(home: Path) -> N
     assert tree(home) == before
 
 
-def test_where_there_is_no_cache_none_is_made(tmp_path: Path) -> None:
+def test_checking_creates_no_cache(tmp_path: Path) -> None:
     assert check(tmp_path / "nothing", repair=True) == []
     assert not (tmp_path / "nothing").exists()
 
@@ -74,7 +74,7 @@ def test_progress_counts_the_files_of_all_models(home: Path) -> None:
     assert reported == [(done, 7) for done in range(1, 8)]
 
 
-def test_a_folder_in_use_is_left_alone(home: Path) -> None:
+def test_a_folder_in_use_is_not_checked(home: Path) -> None:
     bad = block(home, 0)
     flip(bad, 100)
     idle = reopen(home, b"other")
@@ -165,7 +165,7 @@ DAMAGE: list[tuple[Callable[[Path], None], list[str]]] = [
 
 
 @pytest.mark.parametrize(("damage", "expected"), DAMAGE)
-def test_damage_is_found_changed_by_nothing_but_repair_and_then_gone(
+def test_damage_is_found_until_it_is_repaired(
     home: Path, damage: Callable[[Path], None], expected: list[str]
 ) -> None:
     damage(home)
@@ -182,8 +182,8 @@ def test_damage_is_found_changed_by_nothing_but_repair_and_then_gone(
     folder.close()
 
 
-def test_what_only_a_full_read_can_see_is_quarantine(home: Path) -> None:
-    """Opening believes sizes and headers; a check reads every byte."""
+def test_damage_that_only_a_full_read_can_find_is_quarantined(home: Path) -> None:
+    """Opening trusts sizes and headers, but a check reads every byte."""
     _flip_state(home)
     folder = reopen(home)
     assert folder.recovery.quarantined == 0
@@ -194,7 +194,7 @@ def test_what_only_a_full_read_can_see_is_quarantine(home: Path) -> None:
 
 
 def test_a_damaged_table_that_opens_is_found(home: Path) -> None:
-    """An index of SQLite's own that misses a row escapes the quick check."""
+    """SQLite's quick check does not detect a missing row in one of its own indexes."""
     path = model(home) / "index.db"
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA writable_schema = ON")
@@ -204,7 +204,7 @@ def test_a_damaged_table_that_opens_is_found(home: Path) -> None:
     assert kinds(check(home, repair=False)) == []
 
 
-def test_a_finding_says_what_it_is_about(home: Path) -> None:
+def test_a_finding_names_its_block(home: Path) -> None:
     _delete(home)
     (report,) = check(home, repair=False)
     key = key_of(RECORDS[4]).hex()
@@ -212,7 +212,7 @@ def test_a_finding_says_what_it_is_about(home: Path) -> None:
     assert report.findings == (Finding("lost_row", key, sentence),)
 
 
-def test_many_kinds_of_damage_at_once_are_mended_at_once(home: Path) -> None:
+def test_several_kinds_of_damage_are_repaired_together(home: Path) -> None:
     chance = random.Random(4)
     for _ in range(15):
         for damage, _ in chance.sample(DAMAGE[:-2], 4):

@@ -41,7 +41,7 @@ def content(files: Files, name: str) -> bytes:
     return bytes(read)
 
 
-def test_what_was_written_is_read_back_into_separate_buffers(files: Files) -> None:
+def test_a_file_is_read_back_into_separate_buffers(files: Files) -> None:
     files.write("a", [b"12", bytearray(b"345"), b"", memoryview(b"6")])
     one, other = bytearray(4), bytearray(2)
     files.read_into("a", [one, other], 6)
@@ -50,7 +50,7 @@ def test_what_was_written_is_read_back_into_separate_buffers(files: Files) -> No
     assert files.read_start("a", 100) == (b"123456", 6)
 
 
-def test_only_the_owner_may_look(files: Files, path: Path) -> None:
+def test_only_the_owner_can_read_it(files: Files, path: Path) -> None:
     files.write("a", [b"x"])
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
     assert stat.S_IMODE((path / "a").stat().st_mode) == 0o600
@@ -73,7 +73,7 @@ def test_a_folder_behind_a_link_is_refused(tmp_path: Path) -> None:
 # -- order and failure ---------------------------------------------------------------------------
 
 
-def test_data_is_synced_before_it_is_named_and_the_names_after(path: Path) -> None:
+def test_data_is_synced_before_the_rename_and_names_after_it(path: Path) -> None:
     faults = Faults()
     files = Files(path, faults.calls())
     files.write_all([("a", [b"1"]), ("b", [b"2"])])
@@ -109,7 +109,7 @@ def assert_each_is_whole(path: Path) -> None:
 
 @pytest.mark.parametrize("error", [*ERRORS, PulledPlug], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_fails_nothing_is_torn_and_the_old_content_stays(
+def test_a_failed_write_tears_nothing_and_keeps_the_old_content(
     kind: str, error: int | type[BaseException], tmp_path: Path
 ) -> None:
     for turn, faults in enumerate(each_failure(kind, error)):
@@ -124,14 +124,14 @@ def test_whatever_fails_nothing_is_torn_and_the_old_content_stays(
         assert_each_is_whole(path)
 
 
-def test_a_failed_sync_is_never_tried_again(path: Path) -> None:
+def test_a_failed_sync_is_never_repeated(path: Path) -> None:
     faults = Faults("fsync", 1, errno.EIO)
     assert write_new(path, faults) is not None
     assert faults.kinds.count("fsync") == 1
     assert "replace" not in faults.kinds
 
 
-def test_a_temporary_file_that_cannot_be_removed_is_swept_and_harms_nobody(path: Path) -> None:
+def test_a_temporary_file_that_cannot_be_removed_is_swept_later(path: Path) -> None:
     class Stuck(Faults):
         def _wrap(self, kind: str, call: Any) -> Any:
             if kind not in ("fsync", "unlink"):
@@ -162,9 +162,7 @@ def test_a_temporary_file_that_cannot_be_removed_is_swept_and_harms_nobody(path:
     st.lists(st.binary(max_size=20), max_size=40),
     st.lists(st.integers(1, 30), min_size=1, max_size=20),
 )
-def test_short_writes_are_continued_where_they_stopped(
-    parts: list[bytes], steps: list[int]
-) -> None:
+def test_short_writes_are_continued(parts: list[bytes], steps: list[int]) -> None:
     written = bytearray()
 
     def writev(views: Sequence[memoryview], moved_bytes: int) -> int:
@@ -179,7 +177,7 @@ def test_short_writes_are_continued_where_they_stopped(
     assert written == b"".join(parts)
 
 
-def test_more_than_one_call_takes_is_split(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
+def test_a_large_write_is_split_into_calls(monkeypatch: pytest.MonkeyPatch, files: Files) -> None:
     monkeypatch.setattr(module, "_CALL_BYTES", 7)
     parts = [bytes([value]) * 5 for value in range(50)]
     files.write("a", parts)
@@ -194,7 +192,7 @@ def test_a_write_that_makes_no_progress_is_an_error(path: Path) -> None:
     files.close()
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_noticed(path: Path) -> None:
+def test_a_file_that_shrinks_during_a_read_is_detected(path: Path) -> None:
     files = Files(path, replace(SYSTEM, preadv=lambda handle, views, start: 0))
     files.write("a", [b"xyz"])
     with pytest.raises(CorruptBlock, match="truncated"):
@@ -265,12 +263,12 @@ def test_a_link_is_replaced_and_not_written_through(files: Files, path: Path) ->
     assert (path.parent / "victim").read_bytes() == b"precious"
 
 
-def test_removing_what_is_not_there_is_fine(files: Files) -> None:
+def test_removing_a_missing_file_is_not_an_error(files: Files) -> None:
     files.unlink("a")
     files.discard("a")
 
 
-def test_discarding_removes_a_link_but_not_what_it_leads_to(files: Files, path: Path) -> None:
+def test_discarding_removes_a_link_but_not_its_target(files: Files, path: Path) -> None:
     outside = path.parent / "outside"
     outside.mkdir()
     (outside / "precious").touch()
@@ -291,11 +289,11 @@ def test_a_file_moves_to_another_folder(files: Files, tmp_path: Path) -> None:
     other.close()
 
 
-def test_there_is_free_space(files: Files) -> None:
+def test_the_free_space_is_reported(files: Files) -> None:
     assert files.free_bytes() > 0
 
 
-def test_closing_twice_is_fine(path: Path) -> None:
+def test_closing_twice_is_not_an_error(path: Path) -> None:
     files = Files(path)
     files.close()
     files.close()

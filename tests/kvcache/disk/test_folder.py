@@ -78,7 +78,7 @@ def test_each_model_has_a_folder_of_its_own(open_one: Opener) -> None:
     assert open_one(b"one").path != open_one(b"other").path
 
 
-def test_what_was_stored_is_there_after_a_restart(open_one: Opener) -> None:
+def test_stored_blocks_survive_a_restart(open_one: Opener) -> None:
     folder = open_one()
     fill(folder)
     folder.index_db.commit([PutEntry(entry("a", names=(("session_id", "x"),)))])
@@ -91,7 +91,7 @@ def test_what_was_stored_is_there_after_a_restart(open_one: Opener) -> None:
     assert again.recovery == type(again.recovery)()
 
 
-def test_a_cache_dir_may_be_a_link_of_the_users_own(tmp_path: Path) -> None:
+def test_the_cache_dir_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "cache").symlink_to(tmp_path / "large")
     folder = open_folder(tmp_path / "cache", b"model", limit_bytes=LIMIT)
@@ -114,7 +114,7 @@ def test_a_planted_link_in_place_of_a_folder_is_refused(home: Path, open_one: Op
 # -- the secret ----------------------------------------------------------------------------------
 
 
-def test_the_secret_is_made_once_and_stays(home: Path) -> None:
+def test_the_secret_is_created_once(home: Path) -> None:
     secret = read_secret(home)
     assert len(secret) == 32
     assert read_secret(home) == secret == (home / "secret").read_bytes()
@@ -136,7 +136,7 @@ def test_processes_that_start_together_agree_on_the_secret(home: Path) -> None:
     assert said[0].strip() == read_secret(home).hex()
 
 
-def test_whoever_is_second_takes_the_secret_of_the_first(
+def test_the_second_process_uses_the_secret_of_the_first(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = Path.hardlink_to
@@ -151,7 +151,7 @@ def test_whoever_is_second_takes_the_secret_of_the_first(
 
 
 @pytest.mark.parametrize("secret", [b"", b"short", b"x" * 33])
-def test_a_secret_of_another_length_is_refused_with_a_sentence(home: Path, secret: bytes) -> None:
+def test_a_secret_of_another_length_is_refused_with_a_remedy(home: Path, secret: bytes) -> None:
     home.mkdir(parents=True)
     (home / "secret").write_bytes(secret)
     with pytest.raises(ConfigError, match="must hold 32 bytes"):
@@ -181,7 +181,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def holder(home: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that uses the model's folder."""
+    """Another process that has locked the model's folder."""
     line = [sys.executable, "-c", HOLD, str(home)]
     with subprocess.Popen(
         line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -192,7 +192,7 @@ def holder(home: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_folder_in_use_is_refused_with_a_way_out(
+def test_a_folder_in_use_is_refused_with_a_remedy(
     holder: subprocess.Popen[str], open_one: Opener
 ) -> None:
     with pytest.raises(FolderLocked, match="--cache-dir"):
@@ -212,7 +212,7 @@ for _ in range(30):
 """
 
 
-def test_looking_whether_a_model_is_idle_never_keeps_it_from_starting(home: Path) -> None:
+def test_checking_whether_a_model_is_idle_never_blocks_its_start(home: Path) -> None:
     started = [
         subprocess.Popen([sys.executable, "-c", OPEN_AND_CLOSE, str(home), str(model)])
         for model in range(3)
@@ -261,7 +261,7 @@ for seed in range(10_000):
 """
 
 
-def test_what_was_acknowledged_survives_a_kill(home: Path, open_one: Opener) -> None:
+def test_acknowledged_blocks_survive_a_kill(home: Path, open_one: Opener) -> None:
     chance = random.Random(7)
     for _ in range(4):
         line = [sys.executable, "-c", WRITE_UNTIL_KILLED, str(home)]
@@ -317,7 +317,7 @@ def test_a_model_that_this_server_opens_next_is_not_idle(open_one: Opener) -> No
 
 
 @pytest.mark.parametrize(("one", "other"), [(b"x", b"y"), (b"y", b"x")])
-def test_idle_models_go_the_longest_unused_first_and_pins_stay(
+def test_idle_models_are_removed_oldest_first_and_pinned_ones_stay(
     open_one: Opener, one: bytes, other: bytes
 ) -> None:
     pinned = make_idle(open_one, b"pinned", 300_000, 1, pin=True)
@@ -328,8 +328,8 @@ def test_idle_models_go_the_longest_unused_first_and_pins_stay(
     assert folder.limit_bytes == 1_000_000 - used_bytes(pinned) - used_bytes(newest)
 
 
-def test_state_that_a_model_can_no_longer_use_gives_way(open_one: Opener) -> None:
-    """Another engine, KV type or secret is another folder for a model of the same name."""
+def test_superseded_state_of_a_model_is_trimmed(open_one: Opener) -> None:
+    """A model with another engine, KV type or secret has another folder of the same name."""
     served = ("a", "b")
     old, older = (open_one(name, served=served) for name in (b"old", b"older"))
     for folder, blob_bytes in ((old, 100_000), (older, 200_000)):
@@ -342,7 +342,7 @@ def test_state_that_a_model_can_no_longer_use_gives_way(open_one: Opener) -> Non
     assert new.limit_bytes == 500_000 - used_bytes(old.path)
 
 
-def test_what_a_model_can_no_longer_use_is_not_counted_against_the_others(
+def test_superseded_state_does_not_reduce_the_share_of_other_models(
     open_one: Opener,
 ) -> None:
     old = open_one(b"old", served=("a", "b"))
@@ -377,7 +377,7 @@ def test_a_model_whose_index_is_outdated_can_be_removed(open_one: Opener) -> Non
     assert not outdated.exists()
 
 
-def test_pins_beyond_the_budget_leave_nothing_but_never_less(open_one: Opener) -> None:
+def test_pins_beyond_the_budget_leave_a_limit_of_zero(open_one: Opener) -> None:
     make_idle(open_one, b"pinned", 300_000, 1, pin=True)
     assert open_one(limit_bytes=100_000).limit_bytes == 0
 
@@ -389,7 +389,7 @@ def test_a_model_in_use_is_neither_counted_nor_removed(open_one: Opener) -> None
     assert len(busy.block_files.sizes()) == 3
 
 
-def test_only_what_looks_like_ours_is_ever_removed(home: Path, open_one: Opener) -> None:
+def test_only_model_folders_of_this_cache_are_removed(home: Path, open_one: Opener) -> None:
     make_idle(open_one, b"idle", 1_000, 1, pin=False)
     outside = home.parent / "outside"
     for other in (outside, home / "notes", home / ("a" * 32), home / ("b" * 31), home / "c.d"):

@@ -1,4 +1,4 @@
-"""Whatever bytes lie in a block's file or in the index: the exact state, or an error of its own."""
+"""Fuzzes block files and the index: a read gives the exact state or an error."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ spans = st.tuples(st.integers(0, len(WHOLE)), st.integers(0, len(WHOLE)), st.bin
 
 
 def spoilt(raw: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
-    """Spans cut out, and others put in their place."""
+    """Replaces random spans."""
     for start, length, new in edits:
         raw = raw[:start] + new + raw[start + length :]
     return raw
@@ -57,7 +57,7 @@ def block_files(tmp_path: Path) -> Iterator[BlockFiles]:
 def test_a_damaged_block_is_corrupt_or_the_exact_bytes(
     block_files: BlockFiles, tmp_path: Path, edits: list[tuple[int, int, bytes]], keeps_size: bool
 ) -> None:
-    """Of the size that is expected, or of another."""
+    """Files of the expected size, and of others."""
     raw = spoilt(WHOLE, edits)
     raw = raw[: len(WHOLE)].ljust(len(WHOLE), b"\0") if keeps_size else raw
     (tmp_path / "blocks" / key_of(RECORD).hex()).write_bytes(raw)
@@ -100,7 +100,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.mark.long
 @fuzzed
 @given(edits=st.lists(st.tuples(columns, st.integers(1, 9), values), min_size=1, max_size=3))
-def test_a_damaged_row_is_damage_or_missing_or_the_exact_entry(
+def test_a_damaged_row_is_reported_or_missing_or_exact(
     whole: bytes, tmp_path: Path, edits: list[tuple[tuple[str, str], int, object]]
 ) -> None:
     path = tmp_path / "index.db"
@@ -116,5 +116,5 @@ def test_a_damaged_row_is_damage_or_missing_or_the_exact_entry(
 
 
 def promise(row: EntryRow) -> EntryRow:
-    """An entry without its times, uses and names: a damaged one costs no answer its truth."""
+    """An entry without times, uses and names, which may be damaged without a wrong answer."""
     return replace(row, created_at=0.0, last_used_at=0.0, expires_at=None, hits=0, names=())

@@ -58,7 +58,7 @@ def filled(path: Path) -> None:
 # -- what is kept --------------------------------------------------------------------------------
 
 
-def test_everything_is_there_after_a_restart(path: Path) -> None:
+def test_the_index_survives_a_restart(path: Path) -> None:
     filled(path)
     with closing(IndexDb(path)) as index_db:
         index_db.commit([SetMeta("colour", "blue")])
@@ -95,7 +95,7 @@ entries = st.builds(
 
 
 @given(row=entries)
-def test_an_entry_comes_back_as_it_was(row: EntryRow) -> None:
+def test_an_entry_is_read_back_unchanged(row: EntryRow) -> None:
     index_db = IndexDb.__new__(IndexDb)
     index_db._db = sqlite3.connect(":memory:", isolation_level=None)
     index_db._db.text_factory = bytes.decode
@@ -135,13 +135,13 @@ def test_the_same_name_of_two_tenants_is_two_names(index_db: IndexDb) -> None:
     assert index_db.entries() == [mine, theirs]
 
 
-def test_a_use_changes_only_what_a_use_changes(index_db: IndexDb) -> None:
+def test_a_use_changes_only_the_columns_of_a_use(index_db: IndexDb) -> None:
     before = entry("a", names=(("session_id", "x"),))
     index_db.commit([PutEntry(before), TouchEntry("a", 10.0, 20.0, 7), TouchEntry("gone", 1, 2, 3)])
     assert index_db.entries() == [replace(before, last_used_at=10.0, expires_at=20.0, hits=7)]
 
 
-def test_a_dropped_entry_takes_its_names_along(index_db: IndexDb) -> None:
+def test_dropping_an_entry_drops_its_names(index_db: IndexDb) -> None:
     index_db.commit([PutEntry(entry("a", names=(("session_id", "x"),))), DropEntry("a")])
     assert index_db.entries() == []
     assert index_db.dangling_names() == []
@@ -161,7 +161,7 @@ def test_a_name_without_an_entry_is_found_and_can_be_dropped(path: Path) -> None
 
 
 def long_row(tokens: int) -> EntryRow:
-    """The end of a conversation, which a longer one goes on from."""
+    """A conversation that a longer one continues."""
     return replace(
         entry(f"of {tokens} tokens", names=(("session_id", "mine"),)),
         packed=pack(range(tokens)),
@@ -172,14 +172,14 @@ def long_row(tokens: int) -> EntryRow:
 
 
 def written_bytes(path: Path, index_db: IndexDb, changes: list[Change]) -> int:
-    """What a commit adds to the log."""
+    """The bytes that a commit adds to the log."""
     index_db._checkpoint()
     index_db.commit(changes)
     return path.with_name("index.db-wal").stat().st_size
 
 
-def test_only_what_is_new_in_a_conversation_is_written(path: Path, index_db: IndexDb) -> None:
-    """A turn at 100,000 tokens once wrote 1.6 MB, and as much again when it was used."""
+def test_only_the_new_part_of_a_conversation_is_written(path: Path, index_db: IndexDb) -> None:
+    """A turn at 100,000 tokens used to write 1.6 MB, and the same again for each use."""
     most = []
     for tokens in (1_000, 100_000):
         before, after = long_row(tokens), long_row(tokens + 200)
@@ -195,7 +195,7 @@ def test_only_what_is_new_in_a_conversation_is_written(path: Path, index_db: Ind
     assert most[1] < 2 * most[0] < 300_000
 
 
-def test_what_several_conversations_share_is_stored_once_and_as_long_as_one_has_it(
+def test_shared_pieces_are_stored_once_and_until_the_last_entry_is_dropped(
     path: Path, index_db: IndexDb
 ) -> None:
     alone = replace(long_row(20_000), key="alone")
@@ -227,7 +227,7 @@ def test_a_commit_that_fails_halfway_changes_nothing(index_db: IndexDb) -> None:
     assert index_db.blocks() == ROWS[:2]
 
 
-def test_changes_that_cannot_be_told_are_rolled_back_too(index_db: IndexDb) -> None:
+def test_a_commit_with_an_invalid_change_is_rolled_back(index_db: IndexDb) -> None:
     def changes() -> Iterator[Change]:
         yield PutBlock(ROWS[0])
         raise RuntimeError("on purpose")
@@ -238,7 +238,7 @@ def test_changes_that_cannot_be_told_are_rolled_back_too(index_db: IndexDb) -> N
     assert index_db.blocks() == []
 
 
-def test_a_full_disk_is_told_as_what_it_is_and_passes(index_db: IndexDb) -> None:
+def test_a_full_disk_is_not_reported_as_damage(index_db: IndexDb) -> None:
     index_db.commit([PutBlock(ROWS[0])])
     pages = index_db._db.execute("PRAGMA page_count").fetchone()[0]
     index_db._db.execute(f"PRAGMA max_page_count = {pages}")
@@ -271,7 +271,7 @@ os._exit(9)
 """
 
 
-def test_what_was_committed_survives_a_hard_end(path: Path) -> None:
+def test_a_commit_survives_a_kill(path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", COMMIT_AND_DIE, path], check=False)
     assert ended.returncode == 9
     assert path.with_name("index.db-wal").stat().st_size > 0
@@ -282,7 +282,7 @@ def test_what_was_committed_survives_a_hard_end(path: Path) -> None:
 # -- the files -----------------------------------------------------------------------------------
 
 
-def test_only_the_owner_may_look(path: Path) -> None:
+def test_only_the_owner_can_read_it(path: Path) -> None:
     with closing(IndexDb(path)) as index_db:
         index_db.commit([PutBlock(ROWS[0])])
         index_db.backup()
@@ -406,7 +406,7 @@ RUINS = [
 
 
 @pytest.mark.parametrize("ruin", RUINS)
-def test_a_damaged_index_is_told_as_such(path: Path, ruin: object) -> None:
+def test_a_damaged_index_is_reported(path: Path, ruin: object) -> None:
     filled(path)
     assert callable(ruin)
     ruin(path)
@@ -414,8 +414,8 @@ def test_a_damaged_index_is_told_as_such(path: Path, ruin: object) -> None:
         IndexDb(path)
 
 
-def test_a_flipped_byte_anywhere_is_told_or_harmless(path: Path) -> None:
-    """Never another exception, never a row of another type."""
+def test_a_flipped_byte_is_reported_or_harmless(path: Path) -> None:
+    """No other exception is raised, and no row has wrong types."""
     filled(path)
     whole = path.read_bytes()
     chance = random.Random(6)

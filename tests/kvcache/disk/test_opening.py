@@ -1,4 +1,4 @@
-"""A folder is opened beside the turns: they go on from RAM, and what is read joins."""
+"""Tests that a folder is opened in the background while turns use RAM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Gate:
-    """Lets a thread through step by step."""
+    """Lets a thread pass step by step."""
 
     def __init__(self) -> None:
         self._passes = threading.Semaphore(0)
@@ -41,7 +41,7 @@ class SlowlyOpened(StorageHarness):
     """A harness that does not wait for its folder."""
 
     def settle(self) -> None:
-        """Here a test decides when."""
+        """The test decides when to wait."""
 
     def await_folder(self) -> None:
         super().settle()
@@ -49,7 +49,7 @@ class SlowlyOpened(StorageHarness):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> tuple[Path, str, list[int]]:
-    """A closed one with a conversation in it; its key and its tokens."""
+    """A closed folder with one conversation. Returns its key and tokens."""
     harness = StorageHarness(FakeEngine(), load(tmp_path / "kv"))
     reply = harness.ask(QUESTION, names=Names(return_cache_key=True, session_id="mine"))
     key = reply.finished.cache.new_cache_key
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> tuple[Path, str, list[int]]:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Between the blocks that are read, each of which is handed over alone."""
+    """Pauses between blocks, which are loaded one by one."""
     gate, listed = Gate(), opening.stored_blocks
     monkeypatch.setattr(opening, "CHUNK_BLOCKS", 1)
     monkeypatch.setattr(opening, "stored_blocks", lambda rows: gate.guard(listed(rows)))
@@ -72,7 +72,7 @@ def until(harness: StorageHarness, is_so: Callable[[], bool]) -> None:
         harness.take_events(wait=True)
 
 
-def test_turns_are_answered_from_ram_while_the_folder_is_read(
+def test_turns_use_ram_while_the_folder_is_loaded(
     folder: tuple[Path, str, list[int]], gate: Gate
 ) -> None:
     path, key, tokens = folder
@@ -93,7 +93,7 @@ def test_turns_are_answered_from_ram_while_the_folder_is_read(
     again.close()
 
 
-def test_what_is_deleted_while_the_folder_is_read_is_gone_when_that_is_answered(
+def test_an_entry_deleted_while_the_folder_is_loaded_is_gone_when_the_flush_is_reported(
     folder: tuple[Path, str, list[int]], gate: Gate
 ) -> None:
     path, key, _ = folder
@@ -111,7 +111,7 @@ def test_what_is_deleted_while_the_folder_is_read_is_gone_when_that_is_answered(
     again.close()
 
 
-def test_a_pin_made_while_the_folder_is_read_is_kept(
+def test_a_pin_made_while_the_folder_is_loaded_is_kept(
     folder: tuple[Path, str, list[int]], gate: Gate
 ) -> None:
     path, key, _ = folder
@@ -125,7 +125,7 @@ def test_a_pin_made_while_the_folder_is_read_is_kept(
     harness.close()
 
 
-def test_a_name_given_meanwhile_is_not_taken_back(
+def test_a_name_given_while_the_folder_is_loaded_is_kept(
     folder: tuple[Path, str, list[int]], gate: Gate
 ) -> None:
     path, _, _ = folder
@@ -139,7 +139,7 @@ def test_a_name_given_meanwhile_is_not_taken_back(
     harness.close()
 
 
-def test_a_runtime_may_end_while_its_folder_is_read(
+def test_a_runtime_can_stop_while_its_folder_is_loaded(
     folder: tuple[Path, str, list[int]], gate: Gate
 ) -> None:
     path, key, tokens = folder
@@ -155,8 +155,8 @@ def test_a_runtime_may_end_while_its_folder_is_read(
     again.close()
 
 
-def test_a_folder_that_nobody_took_is_let_go(tmp_path: Path) -> None:
-    """A runtime that ends at once never sees the event."""
+def test_an_opened_folder_that_is_never_attached_is_closed(tmp_path: Path) -> None:
+    """A runtime that stops immediately never handles the event."""
     opened, events = threading.Event(), list[TierEvent]()
 
     def on_event(event: TierEvent) -> None:

@@ -40,7 +40,7 @@ contents = st.tuples(
 
 
 @given(st.lists(st.tuples(contents, st.booleans()), max_size=rounds(12, 40)))
-def test_what_is_used_comes_back_and_nothing_else_is_kept(steps: list[tuple[bytes, bool]]) -> None:
+def test_only_used_contents_are_kept(steps: list[tuple[bytes, bool]]) -> None:
     with closing(new_db()) as db:
         table, held = Pieces(db), list[tuple[bytes, bytes]]()
         for content, is_put in steps:
@@ -54,7 +54,7 @@ def test_what_is_used_comes_back_and_nothing_else_is_kept(steps: list[tuple[byte
             assert stored(db) == len(wanted)
 
 
-def test_a_longer_content_adds_its_end_alone(db: sqlite3.Connection) -> None:
+def test_longer_contents_add_only_their_end(db: sqlite3.Connection) -> None:
     table = Pieces(db)
     table.put(LONG)
     before = stored(db)
@@ -62,7 +62,7 @@ def test_a_longer_content_adds_its_end_alone(db: sqlite3.Connection) -> None:
     assert stored(db) == before + 2  # its last piece became a whole one, and one more
 
 
-def test_nothing_has_an_id_of_its_own(db: sqlite3.Connection) -> None:
+def test_empty_contents_have_their_own_id(db: sqlite3.Connection) -> None:
     table = Pieces(db)
     assert table.put(b"") == NOTHING
     table.drop(NOTHING)
@@ -82,7 +82,7 @@ def test_uses_are_counted_again_from_the_entries(db: sqlite3.Connection) -> None
 
 
 @pytest.mark.parametrize("column", ["id", "parent", "data"])
-def test_a_damaged_piece_is_missing_and_so_is_all_that_follows(
+def test_a_damaged_piece_and_its_successors_are_missing(
     db: sqlite3.Connection, column: str
 ) -> None:
     table = Pieces(db)
@@ -97,7 +97,7 @@ def test_a_damaged_piece_is_missing_and_so_is_all_that_follows(
     assert Contents(db).of(long) == LONG
 
 
-def test_pieces_that_no_entry_uses_go_when_they_are_counted(db: sqlite3.Connection) -> None:
+def test_unused_pieces_are_removed_when_uses_are_counted(db: sqlite3.Connection) -> None:
     Pieces(db).put(LONG)
     Pieces(db).drop(NOTHING)
     assert stored(db) == 0

@@ -1,4 +1,4 @@
-"""Whatever happened to index or files, a folder opens and says the same in both."""
+"""Tests that a folder opens after any damage, with an index that agrees with the files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENTRY = entry("a", pinned=True, names=(("session_id", "x"),))
 
 
 class CacheFolder:
-    """A model's folder, closed; `open` brings it back."""
+    """A closed model folder that can be opened again."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -50,7 +50,7 @@ class CacheFolder:
             self._opened.close()
 
     def crash(self) -> None:
-        """Leave the folder as a process does that ends without closing it."""
+        """Leave the folder as a killed process does."""
         self.close()
         self._opened = None
         with closing(sqlite3.connect(self.index, isolation_level=None)) as db:
@@ -68,7 +68,7 @@ def cache(tmp_path: Path) -> Iterator[CacheFolder]:
 
 
 def assert_consistent(cache: CacheFolder, rows: list[BlockRow]) -> None:
-    """Index and files say the same, and there is nothing left to do."""
+    """Index and files agree, and nothing is left to repair."""
     folder = cache.open()
     assert folder.recovery == Recovery()
     assert {row.key: row for row in folder.index_db.blocks()} == {row.key: row for row in rows}
@@ -81,13 +81,13 @@ def assert_consistent(cache: CacheFolder, rows: list[BlockRow]) -> None:
 # -- files ---------------------------------------------------------------------------------------
 
 
-def test_a_missing_file_takes_what_hangs_on_it_along(cache: CacheFolder) -> None:
+def test_a_missing_file_makes_its_descendants_unreachable(cache: CacheFolder) -> None:
     cache.file(RECORDS[3]).unlink()
     assert cache.open().recovery == Recovery(lost=3, removed=2)
     assert_consistent(cache, ROWS[:3])
 
 
-def test_a_file_that_a_crash_has_cut_is_quarantined(cache: CacheFolder) -> None:
+def test_a_file_truncated_by_a_crash_is_quarantined(cache: CacheFolder) -> None:
     cache.crash()
     with cache.file(RECORDS[5]).open("r+b") as file:
         file.truncate(50)
@@ -96,7 +96,7 @@ def test_a_file_that_a_crash_has_cut_is_quarantined(cache: CacheFolder) -> None:
     assert_consistent(cache, ROWS[:5])
 
 
-def test_a_file_that_was_cut_after_a_proper_end_is_found_when_it_is_read(
+def test_a_file_truncated_after_a_clean_shutdown_is_detected_when_it_is_read(
     cache: CacheFolder,
 ) -> None:
     with cache.file(RECORDS[5]).open("r+b") as file:
@@ -107,7 +107,7 @@ def test_a_file_that_was_cut_after_a_proper_end_is_found_when_it_is_read(
         folder.block_files.read(key_of(RECORDS[5]), size_of(RECORDS[5]))
 
 
-def test_sizes_are_looked_at_again_once_a_commit_has_failed(cache: CacheFolder) -> None:
+def test_sizes_are_compared_after_a_failed_commit(cache: CacheFolder) -> None:
     folder = cache.open()
     with cache.file(RECORDS[5]).open("r+b") as file:
         file.truncate(50)
@@ -154,13 +154,13 @@ def test_a_file_that_was_replaced_before_its_row_is_kept(cache: CacheFolder) -> 
     assert folder.block_files.read(key_of(larger), size_of(larger)) == larger
 
 
-def test_a_row_that_its_own_key_contradicts_is_not_believed(cache: CacheFolder) -> None:
+def test_a_row_that_contradicts_its_key_is_not_used(cache: CacheFolder) -> None:
     cache.open().index_db.commit([PutBlock(replace(ROWS[1], packed=b"lies"))])
     assert cache.open().recovery == Recovery(adopted=1)
     assert_consistent(cache, ROWS)
 
 
-def test_unfinished_writes_are_swept_and_strangers_left_alone(cache: CacheFolder) -> None:
+def test_unfinished_writes_are_removed_and_foreign_files_stay(cache: CacheFolder) -> None:
     (cache.path / "blocks" / f".{'a' * 64}.tmp").touch()
     (cache.path / "blocks" / "notes.txt").touch()
     assert cache.open().block_files.foreign() == ["notes.txt"]
@@ -232,9 +232,7 @@ def test_entries_come_back_from_the_backup(
 
 
 @pytest.mark.parametrize("ruin", RUINS)
-def test_a_ruined_backup_is_no_worse_than_none(
-    cache: CacheFolder, ruin: Callable[[Path], None]
-) -> None:
+def test_a_damaged_backup_is_ignored(cache: CacheFolder, ruin: Callable[[Path], None]) -> None:
     cache.open().index_db.backup()
     cache.close()
     ruin(cache.index)
@@ -246,7 +244,7 @@ def test_a_ruined_backup_is_no_worse_than_none(
 
 
 @pytest.mark.parametrize("ruin", RUINS)
-def test_a_ruined_log_loses_no_blocks_and_nothing_that_was_backed_up(
+def test_a_damaged_log_loses_no_blocks_and_no_backed_up_entries(
     cache: CacheFolder, ruin: Callable[[Path], None], tmp_path: Path
 ) -> None:
     folder = cache.open()
@@ -263,7 +261,7 @@ def test_a_ruined_log_loses_no_blocks_and_nothing_that_was_backed_up(
     assert_consistent(cache, [*ROWS, *map(row_of, more)])
 
 
-def test_an_old_log_is_never_played_into_another_index(cache: CacheFolder, tmp_path: Path) -> None:
+def test_an_old_log_is_never_replayed_into_a_new_index(cache: CacheFolder, tmp_path: Path) -> None:
     folder = cache.open()
     folder.index_db.backup()
     folder.index_db.commit([PutEntry(entry(f"e{n}")) for n in range(20)])
@@ -288,7 +286,7 @@ def test_any_flipped_byte_of_the_index_leaves_a_folder_that_opens(cache: CacheFo
             assert (record.parent, record.tokens.packed) == (row.parent, row.packed)
 
 
-def test_one_damaged_index_is_kept_for_a_look(cache: CacheFolder) -> None:
+def test_only_the_latest_damaged_index_is_kept(cache: CacheFolder) -> None:
     for content in (b"first", b"second"):
         cache.close()
         cache.index.write_bytes(content)
@@ -296,7 +294,7 @@ def test_one_damaged_index_is_kept_for_a_look(cache: CacheFolder) -> None:
     assert (cache.path / "index.db.damaged").read_bytes() == b"second"
 
 
-def test_a_damaged_index_makes_way_for_one_that_is_a_folder(cache: CacheFolder) -> None:
+def test_a_folder_in_place_of_the_index_is_set_aside(cache: CacheFolder) -> None:
     cache.index.write_bytes(b"first")
     for _ in range(2):
         cache.open()
@@ -306,7 +304,7 @@ def test_a_damaged_index_makes_way_for_one_that_is_a_folder(cache: CacheFolder) 
     assert (cache.path / "index.db.damaged").is_dir()
 
 
-def test_an_entry_that_makes_no_sense_brings_the_backup_back(cache: CacheFolder) -> None:
+def test_an_entry_that_cannot_be_parsed_restores_the_backup(cache: CacheFolder) -> None:
     cache.open().index_db.backup()
     cache.close()
     with closing(sqlite3.connect(cache.index, isolation_level=None)) as db:
@@ -321,7 +319,7 @@ def test_an_index_of_another_version_is_rebuilt(cache: CacheFolder) -> None:
     assert cache.open().recovery == Recovery(adopted=6, rebuilt=True)
 
 
-def test_a_want_of_handles_does_not_cost_the_index(
+def test_a_lack_of_handles_does_not_set_the_index_aside(
     cache: CacheFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(index_db: IndexDb) -> list[BlockRow]:
@@ -344,7 +342,7 @@ some = st.lists(st.sampled_from(FOREST), unique=True)
 
 
 @given(known=some, files=some)
-def test_afterwards_exactly_the_reachable_files_are_known_parents_first(
+def test_after_recovery_the_index_has_exactly_the_reachable_files_parents_first(
     known: list[BlockRow], files: list[BlockRow]
 ) -> None:
     found = {row.key: row for row in files}
@@ -364,7 +362,7 @@ def test_afterwards_exactly_the_reachable_files_are_known_parents_first(
     assert compare(rows.values(), found) == compare([], {})
 
 
-def test_a_block_does_not_hang_on_a_parent_of_another_namespace() -> None:
+def test_a_block_under_a_parent_of_another_namespace_is_unreachable() -> None:
     stray = replace(ROWS[1], namespace=b"t" * 32)
     census = compare([], {ROWS[0].key: ROWS[0], stray.key: stray})
     assert census.adopted == (ROWS[0],)

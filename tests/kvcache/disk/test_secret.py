@@ -1,4 +1,4 @@
-"""The secret that authenticates blocks, configured or the folder's own."""
+"""Tests the secret that authenticates blocks."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def test_a_secret_is_bytes_or_hexadecimal_digits(secret: bytes) -> None:
     "raw",
     [b"", b"short", bytes(31), bytes(33), b"g" * 64, "é".encode() * 32, b"ab" * 33, b" " * 64],
 )
-def test_anything_else_is_refused_in_plain_words(raw: bytes) -> None:
+def test_an_invalid_secret_is_refused_with_a_reason(raw: bytes) -> None:
     with pytest.raises(ConfigError, match="32 bytes or 64 hexadecimal digits"):
         parse_secret(raw)
 
 
-def test_a_secret_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_an_error_names_the_secret_file(tmp_path: Path) -> None:
     path = tmp_path / "key"
     with pytest.raises(ConfigError, match=r"cannot read the cache secret .*key: No such file"):
         read_secret_file(path)
@@ -51,7 +51,7 @@ def test_a_secret_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     assert read_secret_file(path) == ONE
 
 
-def test_a_configured_secret_takes_the_place_of_the_folders_own(tmp_path: Path) -> None:
+def test_a_configured_secret_replaces_that_of_the_folder(tmp_path: Path) -> None:
     assert read_secret(tmp_path / "new", ONE) == ONE
     assert not (tmp_path / "new" / "secret").exists()
     own = read_secret(tmp_path)
@@ -93,8 +93,9 @@ def test_a_check_verifies_under_the_configured_secret(tmp_path: Path) -> None:
     assert (report.is_sealed, report.blocks, report.findings) == (True, 0, ())
 
 
-def test_another_secret_is_another_folder(tmp_path: Path) -> None:
-    """Under it nothing of the first could be found; so nothing of it is opened, counted or lost."""
+def test_another_secret_gets_another_folder(tmp_path: Path) -> None:
+    """The other secret could not read the first folder, so that folder is neither opened nor
+    changed."""
     own = open_folder(tmp_path, b"model", limit_bytes=1 << 26)
     configured = open_folder(tmp_path, b"model", limit_bytes=1 << 26, secret=ONE)
     assert own.path != configured.path

@@ -1,4 +1,4 @@
-"""The order of what the writer asks of the operating system, up to the word that it is done."""
+"""Tests the order of the writer's system calls, commits and events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_S = 30.0
 
 
 class Recorded:
-    """A disk tier whose calls, commits and words stand in one log, in the order they were made."""
+    """A disk tier that logs its system calls, commits and events in order."""
 
     def __init__(self, home: Path) -> None:
         trouble = Trouble(())
@@ -47,7 +47,7 @@ class Recorded:
         self._events.put(event)
 
     def flush(self) -> list[str]:
-        """What was done since the last time, until the answer."""
+        """The steps since the last call, up to the next event."""
         self.tier.flush(lambda _: None)
         while not isinstance(self._events.get(timeout=PATIENCE_S), Flushed):
             pass
@@ -82,7 +82,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Record
     made.tier.close()
 
 
-def test_a_block_is_called_stored_after_file_name_folder_and_index_are_on_disk(
+def test_a_block_is_reported_as_written_after_file_folder_and_index_are_on_disk(
     recorded: Recorded,
 ) -> None:
     block = Block(KEY, ROOT, TOKENS, BlockKind(4, exact=False))
@@ -93,7 +93,7 @@ def test_a_block_is_called_stored_after_file_name_folder_and_index_are_on_disk(
     ]
 
 
-def test_a_block_is_called_removed_after_file_folder_and_index_are_on_disk(
+def test_a_removal_is_reported_after_file_folder_and_index_are_on_disk(
     recorded: Recorded,
 ) -> None:
     block = Block(KEY, ROOT, TOKENS, BlockKind(4, exact=False))
@@ -103,8 +103,8 @@ def test_a_block_is_called_removed_after_file_folder_and_index_are_on_disk(
     assert recorded.flush() == ["unlink", "fsync folder", "commit", Flushed.__name__]
 
 
-def test_what_was_noted_is_committed_before_what_waits(tmp_path: Path) -> None:
-    """And whether it was is no answer to whoever waits for the rest."""
+def test_changes_are_committed_before_queued_state(tmp_path: Path) -> None:
+    """The commit's outcome is not reported to those who wait for the queued state."""
     folder = open_folder(tmp_path / "kv", b"model", limit_bytes=1 << 30)
     told: SimpleQueue[TierEvent] = SimpleQueue()
     writer = Writer("disk", told.put, 0)
@@ -125,7 +125,7 @@ def test_what_was_noted_is_committed_before_what_waits(tmp_path: Path) -> None:
 
 
 def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:
-    """SQLite syncs its log with every commit, the blocks before it with the rest on a Mac."""
+    """SQLite syncs its log with every commit. On macOS that covers the earlier block files."""
     index_db = IndexDb(tmp_path / "index.db")
     [(mode,)] = index_db._db.execute("PRAGMA journal_mode")
     [(synchronous,)] = index_db._db.execute("PRAGMA synchronous")

@@ -17,7 +17,7 @@ def put(key: str, text: bytes = b"hello") -> PutEntry:
     return PutEntry(replace(entry(key), text=text))
 
 
-def test_of_each_row_the_latest_change_waits() -> None:
+def test_only_the_latest_change_of_a_row_is_kept() -> None:
     pending = PendingChanges()
     latest = put("a", b"longer")
     for change in (put("a"), DropBlock(b"k"), put("b"), latest, DropBlock(b"k"), DropEntry("b")):
@@ -26,8 +26,8 @@ def test_of_each_row_the_latest_change_waits() -> None:
     assert pending.listed()[0] is latest
 
 
-def test_a_thousand_turns_on_a_failing_disk_take_what_one_takes() -> None:
-    """Ten thousand changes of a megabyte each would be ten gigabytes."""
+def test_a_thousand_turns_on_a_failing_disk_take_the_memory_of_one() -> None:
+    """Ten thousand changes of a megabyte each would take ten gigabytes."""
     pending = PendingChanges()
     for turn in range(1000):
         pending.add(put("a", LARGE))
@@ -38,7 +38,7 @@ def test_a_thousand_turns_on_a_failing_disk_take_what_one_takes() -> None:
     assert (change.row.hits, change.row.text) == (999, LARGE)
 
 
-def test_beyond_the_bound_the_oldest_entries_go_and_no_removal_does() -> None:
+def test_beyond_the_limit_the_oldest_entries_are_dropped_and_no_removal() -> None:
     pending = PendingChanges(10 * len(LARGE))
     for number in range(100):
         pending.add(DropEntry(f"gone {number}"))
@@ -49,7 +49,7 @@ def test_beyond_the_bound_the_oldest_entries_go_and_no_removal_does() -> None:
     assert len([each for each in kept if isinstance(each, DropEntry)]) == 100
 
 
-def test_removals_are_within_the_bound_too() -> None:
+def test_removals_are_limited_too() -> None:
     pending = PendingChanges(50 * CHANGE_BYTES)
     for number in range(1000):
         pending.add(DropEntry(f"gone {number}"))
@@ -57,7 +57,7 @@ def test_removals_are_within_the_bound_too() -> None:
     assert pending.listed()[-1] == DropEntry("gone 999")
 
 
-def test_what_came_while_it_was_committed_goes_on_waiting() -> None:
+def test_changes_that_arrive_during_a_commit_keep_waiting() -> None:
     pending = PendingChanges()
     for change in (put("a"), put("b"), DropBlock(b"k")):
         pending.add(change)
@@ -79,7 +79,7 @@ changes = st.one_of(
 
 
 @given(st.lists(changes))
-def test_waiting_changes_leave_the_rows_as_all_of_them_would(made: list[Change]) -> None:
+def test_pending_changes_have_the_effect_of_all_changes(made: list[Change]) -> None:
     pending = PendingChanges()
     for change in made:
         pending.add(change)

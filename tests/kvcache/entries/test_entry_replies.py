@@ -1,4 +1,4 @@
-"""What entries know of replies is bounded, lasts, and is found for as long as one knows it."""
+"""Tests that the replies of entries are limited, durable and found by their keys."""
 
 from __future__ import annotations
 
@@ -56,28 +56,26 @@ replies = st.builds(
 
 
 @given(st.lists(replies).map(tuple))
-def test_replies_come_back_as_they_were(known: tuple[Reply, ...]) -> None:
+def test_encoded_replies_can_be_decoded(known: tuple[Reply, ...]) -> None:
     assert decode_replies(encode_replies(known)) == known
 
 
 @given(st.lists(replies, min_size=1, max_size=300).map(tuple))
-def test_replies_of_the_version_before_are_read(known: tuple[Reply, ...]) -> None:
+def test_replies_of_an_earlier_version_are_decoded(known: tuple[Reply, ...]) -> None:
     assert decode_replies(msgspec.msgpack.encode(known)) == known
 
 
 @given(st.lists(replies).map(tuple), replies)
-def test_one_more_reply_leaves_those_before_it_as_they_were_written(
-    known: tuple[Reply, ...], more: Reply
-) -> None:
+def test_a_new_reply_only_appends_bytes(known: tuple[Reply, ...], more: Reply) -> None:
     assert encode_replies((*known, more)).startswith(encode_replies(known))
 
 
 @given(st.binary())
-def test_bytes_that_are_no_replies_are_none(raw: bytes) -> None:
+def test_invalid_bytes_decode_to_no_replies(raw: bytes) -> None:
     assert all(isinstance(each, Reply) for each in decode_replies(raw))
 
 
-def test_the_newest_stay_within_bounds() -> None:
+def test_the_newest_replies_are_kept_within_the_limits() -> None:
     many = [reply(number) for number in range(2 * MAX_REPLIES)]
     assert newest_replies(many[:MAX_REPLIES]) == tuple(many[:MAX_REPLIES])
     assert newest_replies(many) == tuple(many[-MAX_REPLIES * 3 // 4 :])
@@ -86,7 +84,7 @@ def test_the_newest_stay_within_bounds() -> None:
     assert newest_replies([reply(0, MAX_REPLY_BYTES)]) == ()
 
 
-def test_a_reply_is_found_for_as_long_as_anybody_knows_it() -> None:
+def test_a_reply_is_found_as_long_as_an_owner_has_it() -> None:
     known: ReplyIndex[str] = ReplyIndex()
     known.put("old", [reply(1), reply(2)])
     known.put("new", [reply(1)])
@@ -112,7 +110,7 @@ def test_a_reply_is_found_for_as_long_as_anybody_knows_it() -> None:
         (50, 3, (0, 0, 0, 0)),
     ],
 )
-def test_what_two_conversations_share_is_true_in_both(
+def test_a_reply_in_a_common_prefix_is_valid_in_both_conversations(
     bytes_: int, tokens: int, kept: tuple[int, ...]
 ) -> None:
     still = Reply(("k",), b"m", 5, 4, 8, 10).kept(bytes_, tokens)
@@ -125,7 +123,7 @@ def test_what_two_conversations_share_is_true_in_both(
 # -- entries -------------------------------------------------------------------------------------
 
 
-def test_a_head_that_is_delivered_twice_knows_both_deliveries() -> None:
+def test_a_conversation_that_is_delivered_twice_has_both_replies() -> None:
     known = entries()
     one = known.remember(draft(1, 2, replies=(reply(1),)))
     other = known.remember(draft(1, 2, replies=(reply(2),)))
@@ -135,14 +133,14 @@ def test_a_head_that_is_delivered_twice_knows_both_deliveries() -> None:
     assert known.index.replies(b"s" * 32, "call:1") == []
 
 
-def test_replies_of_another_text_are_not_mixed_in() -> None:
+def test_replies_of_another_text_are_not_added() -> None:
     known = entries()
     known.remember(draft(1, 2, text=b"one", replies=(reply(1),)))
     known.remember(draft(1, 2, text=b"two", replies=(reply(2),)))
     assert known.index.replies(ROOT, "call:2") == []
 
 
-def test_forgetting_an_entry_forgets_its_replies_and_what_they_cost() -> None:
+def test_forgetting_an_entry_frees_its_replies() -> None:
     known = entries()
     for number in range(3):
         entry = known.remember(draft(number, replies=(reply(number), reply(number, 999))))
@@ -155,7 +153,7 @@ def test_forgetting_an_entry_forgets_its_replies_and_what_they_cost() -> None:
     assert not known.index.held_bytes
 
 
-def test_replies_count_against_the_bounds_of_entries() -> None:
+def test_replies_count_against_the_entry_budget() -> None:
     known = entries(limit_bytes=100_000)
     for number in range(50):
         known.remember(draft(number, text=b"%d" % number, replies=(reply(number, 20_000),)))
@@ -163,7 +161,7 @@ def test_replies_count_against_the_bounds_of_entries() -> None:
     assert known.remember(draft(7, text=b"x", replies=(reply(1, 200_000),))) is None
 
 
-def test_a_head_gives_way_to_the_one_that_goes_on_from_it_though_no_text_shows_that() -> None:
+def test_an_entry_is_superseded_by_its_continuation_without_common_text() -> None:
     known = entries()
     first = known.remember(draft(1, 2, 3, text=b"prompt", text_tokens=1))
     assert first is not None
@@ -176,7 +174,7 @@ def test_a_head_gives_way_to_the_one_that_goes_on_from_it_though_no_text_shows_t
     assert named in known.of(None)
 
 
-def test_entries_come_back_with_their_replies() -> None:
+def test_entries_are_loaded_with_their_replies() -> None:
     journal: list[Change] = []
     known = entries(journal)
     known.remember(draft(1, 2, 3, text_tokens=2, replies=(reply(1), reply(2))))
@@ -194,7 +192,7 @@ def test_entries_come_back_with_their_replies() -> None:
 
 
 @pytest.mark.parametrize("damage", ["replies = x'90'", "text_tokens = 1", "replies = x''"])
-def test_an_entry_whose_replies_were_changed_on_disk_is_another(
+def test_an_entry_whose_replies_were_changed_on_disk_is_dropped(
     tmp_path: Path, damage: str
 ) -> None:
     path = tmp_path / "index"

@@ -1,4 +1,4 @@
-"""The longest stored prefix of a text, against a naive search; and how much is read for it."""
+"""Tests the search for the longest stored prefix against a naive one, and its cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ texts = st.lists(st.sampled_from(b"ab\xff"), max_size=6).map(bytes)
 
 
 @given(st.lists(texts, max_size=30), texts)
-def test_the_longest_stored_beginning_is_found(stored: list[bytes], request: bytes) -> None:
+def test_the_longest_stored_prefix_is_found(stored: list[bytes], request: bytes) -> None:
     remembered: TextIndex[bytes] = TextIndex()
     for text in stored:
         remembered.put(text, text)
@@ -28,7 +28,7 @@ def test_the_longest_stored_beginning_is_found(stored: list[bytes], request: byt
 
 
 @given(st.lists(st.tuples(texts, st.booleans()), max_size=30), texts)
-def test_what_was_dropped_is_not_found_and_the_rest_is(
+def test_a_dropped_text_is_not_found_and_the_others_are(
     steps: list[tuple[bytes, bool]], request: bytes
 ) -> None:
     remembered: TextIndex[bytes] = TextIndex()
@@ -56,7 +56,7 @@ def nodes(index: TextIndex[bytes]) -> int:
     return len(found)
 
 
-def test_of_two_equal_texts_the_later_stays_though_the_earlier_is_dropped() -> None:
+def test_dropping_the_earlier_of_two_equal_texts_keeps_the_later() -> None:
     remembered: TextIndex[list[int]] = TextIndex()
     first, second = [1], [2]
     remembered.put(b"text", first)
@@ -66,7 +66,9 @@ def test_of_two_equal_texts_the_later_stays_though_the_earlier_is_dropped() -> N
 
 
 @given(st.lists(texts, max_size=30), texts)
-def test_the_nearest_text_has_as_much_in_common_as_any(stored: list[bytes], request: bytes) -> None:
+def test_the_nearest_text_has_the_longest_common_prefix(
+    stored: list[bytes], request: bytes
+) -> None:
     remembered: TextIndex[bytes] = TextIndex()
     for text in stored:
         remembered.put(text, text)
@@ -76,7 +78,7 @@ def test_the_nearest_text_has_as_much_in_common_as_any(stored: list[bytes], requ
 
 
 def read_bytes(search: Callable[[bytes], object], text: bytes, patch: pytest.MonkeyPatch) -> int:
-    """How many bytes of a text a search compares with what is stored."""
+    """Counts the bytes of a text that a search compares."""
     read = 0
 
     def counting(text: bytes, at: int, edge: bytes) -> bool:
@@ -102,7 +104,7 @@ ADVERSARIES = {
 
 @pytest.mark.parametrize("kind", ADVERSARIES)
 @pytest.mark.parametrize("text", [b"a" * STEPS, b"a" * STEPS + b"B" * STEPS, b"ab", b"b"])
-def test_whatever_is_stored_each_byte_of_a_text_is_read_once(
+def test_a_search_reads_each_byte_of_its_text_once(
     kind: str, text: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index: TextIndex[int] = TextIndex()
@@ -116,7 +118,7 @@ def test_whatever_is_stored_each_byte_of_a_text_is_read_once(
 
 
 @pytest.mark.parametrize("count", [10, 10_000])
-def test_a_search_takes_no_more_steps_for_many_texts_than_for_few(count: int) -> None:
+def test_the_steps_of_a_search_do_not_grow_with_the_number_of_texts(count: int) -> None:
     index: TextIndex[int] = TextIndex()
     for number in range(count):
         index.put(b"you are helpful" + number.to_bytes(4, "big"), number)

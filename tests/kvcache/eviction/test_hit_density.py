@@ -68,7 +68,7 @@ def test_an_evicted_block_that_comes_back_counts_as_used_before() -> None:
     assert estimator.add(b"another") == 0
 
 
-def test_a_class_is_the_number_of_uses_and_whether_anything_followed() -> None:
+def test_a_class_is_the_number_of_uses_and_whether_a_block_followed() -> None:
     estimator = HitDensity()
     class_ = estimator.add(b"block")
     for uses in (2, 3, 4, 5, 6):
@@ -146,7 +146,7 @@ def test_invalid_counts_are_refused_and_change_nothing(counts: object) -> None:
     assert estimator.dump() == before
 
 
-def test_endless_coming_and_going_takes_no_more_memory() -> None:
+def test_endless_insertion_and_eviction_takes_no_more_memory() -> None:
     estimator = HitDensity()
 
     def pass_through() -> None:

@@ -18,7 +18,7 @@ def test_a_ghost_is_taken_once() -> None:
     assert ghosts.take(key_of(1)) is None
 
 
-def test_the_first_of_a_full_set_is_forgotten_and_named() -> None:
+def test_the_first_ghost_of_a_full_set_is_overwritten_and_returned() -> None:
     ghosts = GhostTable()
     forgotten = [ghosts.put(key_of(i), Ghost(i % 4, i)) for i in range(4 * GhostTable.MIN_SLOTS)]
     assert (
@@ -32,7 +32,7 @@ def test_the_first_of_a_full_set_is_forgotten_and_named() -> None:
     assert max(ticks) < 4 * GhostTable.MIN_SLOTS - 8  # none of the last ones
 
 
-def test_growing_forgets_nothing() -> None:
+def test_growing_keeps_all_ghosts() -> None:
     ghosts = GhostTable()
     count = GhostTable.MIN_SLOTS // 16
     assert not any(ghosts.put(key_of(i), Ghost(i % 4, i)) for i in range(count))
@@ -41,7 +41,7 @@ def test_growing_forgets_nothing() -> None:
     assert [ghosts.take(key_of(i)) for i in range(count)] == [Ghost(i % 4, i) for i in range(count)]
 
 
-def test_it_takes_what_it_says_and_grows_to_a_limit() -> None:
+def test_the_table_takes_17_bytes_per_slot_and_grows_to_a_limit() -> None:
     ghosts = GhostTable()
     slots = GhostTable.MIN_SLOTS * 8
     assert allocated_bytes(lambda: ghosts.grow(slots)) < slots * GhostTable.SLOT_BYTES * 1.1

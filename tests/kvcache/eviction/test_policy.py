@@ -43,7 +43,7 @@ def test_the_tenant_that_holds_the_most_gives_way(
 
 
 class CountedName(bytes):
-    """A tenant's name that counts how often it is looked up."""
+    """A tenant's name that counts its lookups."""
 
     lookups = 0
 

@@ -1,4 +1,4 @@
-"""What every tier promises the store, whatever it is made of."""
+"""Tests what every tier promises the store."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Failing = Callable[[TierState], AbstractContextManager[None]]
 
 
 class Place:
-    """A tier and what it reports; events are taken in as the store does."""
+    """A tier and its events, which are handled as in the store."""
 
     def __init__(self, tier: Tier, events: SimpleQueue[TierEvent], failing: Failing | None) -> None:
         self.tier = tier
@@ -47,7 +47,7 @@ class Place:
         self.reported: list[TierEvent] = []
 
     def flush(self) -> None:
-        """Wait until all that was asked for is done, or has failed."""
+        """Wait until every order is done or has failed."""
         done: list[bool] = []
         self.tier.flush(done.append)
         while not done:
@@ -69,7 +69,7 @@ class Place:
                 then(is_safe)
 
     def state_of(self, block: Block) -> bytes | None:
-        """Its bytes, wherever they have to be had from."""
+        """The bytes of a block from memory or from a read."""
         self.flush()
         blob = self.tier.get(block)
         if blob is None and self.tier.holds(block):
@@ -88,7 +88,7 @@ BLOCKS: dict[bytes, Block] = {}
 
 
 def child(parent: Block, *ids: int, state_bytes: int = len(STATE)) -> Block:
-    """A block under another; a root has no copies anywhere."""
+    """A block under another one. A root has no copies."""
     tokens = Tokens.of(ids)
     block = Block(
         chain_key(parent.key, tokens), parent, tokens, BlockKind(state_bytes, exact=False)
@@ -149,13 +149,13 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 @pytest.fixture(params=KINDS[1:], ids=lambda kind: kind.__name__)
 def lower(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    """Tiers that can fail, and that outlive the process."""
+    """Persistent tiers that can fail."""
     made: Place = request.param(tmp_path, PLENTY_BYTES)
     yield made
     made.tier.close()
 
 
-def test_what_was_put_is_at_hand_until_it_is_written(place: Place) -> None:
+def test_a_block_is_in_memory_until_it_is_written(place: Place) -> None:
     block = child(root(), 1, 2)
     assert not place.tier.holds(block)
     place.tier.put(block, STATE)
@@ -163,14 +163,14 @@ def test_what_was_put_is_at_hand_until_it_is_written(place: Place) -> None:
     assert bytes(place.tier.get(block) or b"") == STATE
 
 
-def test_what_was_put_comes_back_byte_for_byte(place: Place) -> None:
+def test_a_block_is_read_back_byte_for_byte(place: Place) -> None:
     block = child(root(), 1, 2)
     place.tier.put(block, STATE)
     assert place.state_of(block) == STATE
     assert block.copies[place.tier.name].written == block.kind
 
 
-def test_what_is_read_says_which_block_it_is(lower: Place) -> None:
+def test_a_record_names_its_block(lower: Place) -> None:
     block = child(child(root(), 1), 2)
     assert block.parent is not None
     lower.tier.put(block.parent, STATE)
@@ -181,7 +181,7 @@ def test_what_is_read_says_which_block_it_is(lower: Place) -> None:
     assert (record.tokens, record.exact, record.resumable) == (block.tokens, False, False)
 
 
-def test_a_better_state_takes_the_place_of_the_one_before(place: Place) -> None:
+def test_a_better_state_replaces_the_earlier_one(place: Place) -> None:
     block = child(root(), 1, 2)
     place.tier.put(block, STATE)
     place.flush()
@@ -193,7 +193,7 @@ def test_a_better_state_takes_the_place_of_the_one_before(place: Place) -> None:
     assert place.tier.budget.used_bytes == place.tier.cost(block.tokens, len(BETTER))
 
 
-def test_a_state_put_twice_before_it_is_written_is_the_second(place: Place) -> None:
+def test_a_second_put_replaces_a_pending_one(place: Place) -> None:
     block = child(root(), 1, 2)
     place.tier.put(block, STATE)
     block.kind = BlockKind(len(BETTER), True, True)
@@ -202,7 +202,7 @@ def test_a_state_put_twice_before_it_is_written_is_the_second(place: Place) -> N
     assert place.tier.pending_bytes == 0
 
 
-def test_what_was_removed_is_gone_whether_it_was_written_or_not(place: Place) -> None:
+def test_a_removed_block_is_gone_whether_it_was_written_or_not(place: Place) -> None:
     one, other = child(above := root(), 1), child(above, 2)
     place.tier.put(one, STATE)
     place.flush()
@@ -217,7 +217,7 @@ def test_what_was_removed_is_gone_whether_it_was_written_or_not(place: Place) ->
     assert not other.copies
 
 
-def test_removing_what_is_not_there_changes_nothing(place: Place) -> None:
+def test_removing_a_missing_block_changes_nothing(place: Place) -> None:
     block = child(root(), 1)
     place.tier.remove(block)
     place.tier.put(block, STATE)
@@ -226,7 +226,7 @@ def test_removing_what_is_not_there_changes_nothing(place: Place) -> None:
     assert place.tier.budget.used_bytes == 0
 
 
-def test_a_block_that_was_removed_and_put_again_is_there(place: Place) -> None:
+def test_a_removed_block_can_be_put_again(place: Place) -> None:
     block = child(root(), 1)
     place.tier.put(block, STATE)
     place.tier.remove(block)
@@ -261,7 +261,7 @@ def test_a_cost_fits_as_long_as_the_limit_is_kept(
     place.tier.close()
 
 
-def test_the_least_used_leaf_makes_room_and_stays_until_it_is_removed(place: Place) -> None:
+def test_the_next_victim_is_the_least_valuable_leaf_and_is_not_removed(place: Place) -> None:
     above = root()
     parent = child(above, 1)
     leaf, often = child(parent, 2), child(above, 3)
@@ -289,7 +289,7 @@ def test_a_flush_is_reported_after_everything_before_it(lower: Place) -> None:
     assert lower.tier.counts.written_bytes > 0
 
 
-def test_many_blocks_are_read_at_once_and_reported_once(lower: Place) -> None:
+def test_a_fetch_of_many_blocks_is_reported_once(lower: Place) -> None:
     blocks = [child(root(), number) for number in range(20)]
     for block in blocks:
         lower.tier.put(block, STATE)
@@ -304,7 +304,7 @@ def test_many_blocks_are_read_at_once_and_reported_once(lower: Place) -> None:
     assert not fetch.bad
 
 
-def test_what_is_not_there_is_read_as_bad_with_a_reason(lower: Place) -> None:
+def test_a_missing_block_is_reported_as_bad_with_a_reason(lower: Place) -> None:
     block = child(root(), 1)
     lower.tier.adopt(block, block.kind)  # an index that says more than there is
     fetch = lower.read(block)
@@ -328,7 +328,7 @@ def test_a_failed_write_is_reported_with_its_reason(lower: Place, state: TierSta
 
 
 @pytest.mark.parametrize("state", ["full", "failing"])
-def test_after_a_failure_it_takes_less_or_nothing_until_it_is_tried_again(
+def test_after_a_failure_a_tier_takes_less_or_nothing_until_a_retry(
     lower: Place, state: TierState
 ) -> None:
     assert lower.failing is not None
@@ -350,7 +350,7 @@ def test_after_a_failure_it_takes_less_or_nothing_until_it_is_tried_again(
     assert lower.state_of(first) == STATE
 
 
-def test_a_failed_replacement_leaves_what_was_there(lower: Place) -> None:
+def test_a_failed_replacement_keeps_the_old_copy(lower: Place) -> None:
     assert lower.failing is not None
     block = child(root(), 1)
     lower.tier.put(block, STATE)
@@ -367,7 +367,7 @@ def test_a_failed_replacement_leaves_what_was_there(lower: Place) -> None:
     assert lower.state_of(block) == STATE
 
 
-def test_a_queue_has_room_until_too_much_waits(tmp_path: Path) -> None:
+def test_the_queue_has_room_up_to_its_limit(tmp_path: Path) -> None:
     events: SimpleQueue[TierEvent] = SimpleQueue()
     folder = open_folder(tmp_path, b"model", limit_bytes=1 << 30)
     tiers: list[Tier] = [
@@ -384,7 +384,7 @@ def test_a_queue_has_room_until_too_much_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:], ids=lambda kind: kind.__name__)
-def test_what_was_written_is_listed_parents_first_when_it_is_opened_again(
+def test_stored_blocks_are_listed_parents_first_when_the_tier_is_opened(
     kind: Callable[[Path, int], Place], tmp_path: Path
 ) -> None:
     place = kind(tmp_path, PLENTY_BYTES)
@@ -414,11 +414,11 @@ def test_what_was_written_is_listed_parents_first_when_it_is_opened_again(
     again.tier.close()
 
 
-def test_ram_has_nothing_from_before() -> None:
+def test_ram_is_empty_when_it_is_opened() -> None:
     assert list(RamTier(PLENTY_BYTES).stored()) == []
 
 
-def test_names_are_different_and_only_ram_is_lost_at_a_restart(tmp_path: Path) -> None:
+def test_tier_names_differ_and_only_ram_is_not_persistent(tmp_path: Path) -> None:
     places = [kind(tmp_path, PLENTY_BYTES) for kind in KINDS]
     assert len({place.tier.name for place in places}) == len(places)
     assert [place.tier.persistent for place in places] == [False, True, True]

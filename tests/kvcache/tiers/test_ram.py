@@ -22,7 +22,7 @@ def block(name: int) -> Block:
 
 
 @given(st.integers(0, 4).map(lambda blocks: blocks * 1600), st.lists(puts | names))
-def test_the_budget_holds_and_every_byte_is_counted_once(
+def test_ram_keeps_its_budget_and_counts_every_byte_once(
     limit_bytes: int, steps: list[tuple[int, bytes] | int]
 ) -> None:
     tier = RamTier(limit_bytes)
@@ -67,7 +67,7 @@ def side_by_side(store: Store, blocks: int) -> None:
 
 
 def in_many_namespaces(store: Store, blocks: int) -> None:
-    """A namespace is an API key's: it has a few blocks at least."""
+    """A namespace belongs to an API key and has at least a few blocks."""
     for number in range(blocks):
         root = namespace(b"model", b"%d" % (number // 4), 16)
         store.put(root, root, Tokens.of([number] * 16), bytes(100), exact=False)

@@ -1,4 +1,4 @@
-"""Budgets by the machine, unless they are told."""
+"""Tests how budgets are chosen."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rekindle.runtime.storage.opening import Budgets, Machine, choose_budgets
 
 
 class Readings(Machine):
-    """A machine that is as large as a test wants it."""
+    """A machine with the free memory and disk that a test wants."""
 
     def __init__(self, memory_bytes: int, disk_bytes: int) -> None:
         self.memory_bytes, self.disk_bytes = memory_bytes, disk_bytes
@@ -54,7 +54,7 @@ def budgets(memory_bytes: int, disk_bytes: int, **order: Any) -> Budgets:
         (0, 0),
     ],
 )
-def test_ram_is_a_quarter_of_the_free_and_two_gib_where_there_are(
+def test_the_ram_budget_is_a_quarter_of_free_memory_and_at_least_2_gib(
     free_bytes: int, ram_bytes: int
 ) -> None:
     assert budgets(free_bytes, 0).ram_bytes == ram_bytes
@@ -63,7 +63,9 @@ def test_ram_is_a_quarter_of_the_free_and_two_gib_where_there_are(
 @pytest.mark.parametrize(
     ("free_bytes", "disk_bytes"), [(2000 * GB, 200 * GB), (50 * GB, 10 * GB), (0, 10 * GB)]
 )
-def test_disk_is_a_tenth_of_the_free_and_ten_gb_at_least(free_bytes: int, disk_bytes: int) -> None:
+def test_the_disk_budget_is_a_tenth_of_free_space_and_at_least_10_gb(
+    free_bytes: int, disk_bytes: int
+) -> None:
     assert budgets(0, free_bytes).disk_bytes == disk_bytes
 
 
@@ -72,7 +74,7 @@ def test_models_of_one_server_share_the_quarter() -> None:
 
 
 def test_weights_count_as_loaded(tmp_path: Path) -> None:
-    """The memory is asked for before they are."""
+    """The memory is measured before the weights are loaded."""
     parts = [tmp_path / f"model-{number:05}-of-00002.gguf" for number in (1, 2)]
     for part in parts:
         part.touch()
@@ -83,15 +85,15 @@ def test_weights_count_as_loaded(tmp_path: Path) -> None:
     assert budgets(5 * GIB, 0, path=tmp_path).ram_bytes == 0
 
 
-def test_what_is_told_is_taken_and_nothing_is_read() -> None:
+def test_configured_budgets_are_used_without_measuring() -> None:
     assert choose_budgets(load(ram_cache=5, disk_cache=0), Unread()) == Budgets(5, 0)
 
 
-def test_one_may_be_told_and_the_other_chosen() -> None:
+def test_one_budget_can_be_configured_and_the_other_chosen() -> None:
     assert budgets(128 * GIB, 2000 * GB, disk_cache=GB) == Budgets(32 * GIB, GB)
 
 
-def test_what_the_cache_has_taken_does_not_make_its_budget_smaller(tmp_path: Path) -> None:
+def test_space_that_the_cache_takes_counts_as_free(tmp_path: Path) -> None:
     folder = tmp_path / "not" / "there"
     before_bytes = Machine().free_disk_bytes(folder)
     assert before_bytes > 0
@@ -102,7 +104,7 @@ def test_what_the_cache_has_taken_does_not_make_its_budget_smaller(tmp_path: Pat
     assert Machine().free_disk_bytes(folder) > 1 << 40
 
 
-def test_a_disk_that_does_not_answer_has_nothing_free(
+def test_a_disk_that_cannot_be_measured_has_no_free_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_path: Path) -> None:

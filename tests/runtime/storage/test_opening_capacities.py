@@ -1,4 +1,4 @@
-"""What there is room for, place by place."""
+"""Tests the capacities that a runtime reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_pool_parking_and_tiers_are_counted_in_tokens_of_the_model() -> None:
     assert ram == Capacity(RAM, 7, 7 * each + 1)
 
 
-def test_a_further_tier_has_its_own_name_and_one_that_is_not_open_yet_is_left_out() -> None:
+def test_capacities_list_every_open_tier() -> None:
     further, opening = (MemoryTier(size, lambda _event: None) for size in (1000, 0))
     opening.is_open = False
     places = [

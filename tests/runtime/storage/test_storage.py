@@ -1,4 +1,4 @@
-"""What a runtime opens at its start: tiers, entries, and the secret that blocks are sealed with."""
+"""Tests how a runtime opens its tiers, its entries and its secret."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_store_has_its_tiers_in_order(tmp_path: Path) -> None:
     storage.close()
 
 
-def test_a_folder_that_is_still_being_read_is_said_to_be(tmp_path: Path) -> None:
+def test_a_folder_that_is_being_loaded_is_reported(tmp_path: Path) -> None:
     storage, events = opening(tmp_path, [])
     assert (storage.is_on_disk, storage.conversations) == (True, None)
     while not storage.is_settled:
@@ -64,7 +64,7 @@ def test_a_folder_that_is_still_being_read_is_said_to_be(tmp_path: Path) -> None
     storage.close()
 
 
-def test_without_a_disk_there_is_none(tmp_path: Path) -> None:
+def test_the_disk_can_be_turned_off(tmp_path: Path) -> None:
     settings = RuntimeSettings(ram_cache=1 << 26, disk_cache=0, cache_dir=tmp_path)
     load = LoadModel(path="model", settings=settings)
     storage = open_storage(
@@ -74,7 +74,7 @@ def test_without_a_disk_there_is_none(tmp_path: Path) -> None:
     storage.close()
 
 
-def test_a_configured_secret_is_that_of_every_cache_folder(tmp_path: Path) -> None:
+def test_a_configured_secret_is_used_for_every_cache_folder(tmp_path: Path) -> None:
     file, log = tmp_path / "key", list[LogLine]()
     file.write_text(SECRET.hex() + "\n")
     for name in ("one", "two"):
@@ -84,7 +84,7 @@ def test_a_configured_secret_is_that_of_every_cache_folder(tmp_path: Path) -> No
     assert log == []
 
 
-def test_without_one_each_cache_folder_has_its_own(tmp_path: Path) -> None:
+def test_without_a_configured_secret_each_cache_folder_has_its_own(tmp_path: Path) -> None:
     first, second = opened(tmp_path / "one", []), opened(tmp_path / "two", [])
     assert first.secret != second.secret
     first.close()
@@ -103,7 +103,7 @@ def test_a_configured_secret_is_used_without_a_disk_too(tmp_path: Path) -> None:
     storage.close()
 
 
-def test_state_of_another_engine_is_left_aside_and_said_so(tmp_path: Path) -> None:
+def test_state_of_another_engine_build_is_not_used_and_logged(tmp_path: Path) -> None:
     log = list[LogLine]()
     for fingerprint in (b"one build", b"another"):
         opened(tmp_path, log, fingerprint).close()
@@ -140,7 +140,7 @@ def test_an_index_of_an_older_version_is_set_aside_with_one_log_line(
 
 @pytest.mark.parametrize("content", [None, b"short", b"x" * 64])
 def test_a_secret_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    """Going on with another one would quietly share nothing."""
+    """Continuing with another secret would silently share nothing."""
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
@@ -148,7 +148,7 @@ def test_a_secret_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes 
         opened(tmp_path / "kv", [], cache_secret_file=file)
 
 
-def test_what_is_read_and_what_is_to_be_written_is_set_aside_from_the_ram_budget(
+def test_the_ram_budget_includes_the_write_queue_and_fetches(
     tmp_path: Path,
 ) -> None:
     settings = RuntimeSettings(ram_cache=1 << 30, disk_cache=1 << 26, cache_dir=tmp_path)

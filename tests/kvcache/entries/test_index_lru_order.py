@@ -1,4 +1,4 @@
-"""Entries by their last use, page by page, against a plain list."""
+"""Tests the LRU order of entries, page by page, against a plain list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def entry(number: int) -> Entry:
 
 
 def pages(index: EntryIndex, namespace: bytes | None, size: int) -> list[Entry]:
-    """All entries, read as a client does: each page from where the one before has ended."""
+    """All entries, read page by page as a client does."""
     found: list[Entry] = []
     before = None
     while page := list(islice(index.newest(namespace, before), size)):
@@ -37,7 +37,7 @@ def pages(index: EntryIndex, namespace: bytes | None, size: int) -> list[Entry]:
     actions=st.lists(st.tuples(st.sampled_from("aaur"), st.integers(0, 400)), max_size=400),
     size=st.integers(1, 7),
 )
-def test_pages_together_are_the_entries_of_a_view_the_newest_use_first(
+def test_all_pages_together_are_the_entries_most_recently_used_first(
     actions: list[Action], size: int
 ) -> None:
     index, order = EntryIndex(), list[Entry]()
@@ -59,7 +59,7 @@ def test_pages_together_are_the_entries_of_a_view_the_newest_use_first(
     assert len(index) == len(order)
 
 
-def test_what_changes_between_two_pages_neither_repeats_nor_hides_the_rest() -> None:
+def test_changes_between_two_pages_neither_repeat_nor_hide_other_entries() -> None:
     index = EntryIndex()
     added = [entry(2 * number) for number in range(6)]
     for each in added:
@@ -75,7 +75,7 @@ def test_what_changes_between_two_pages_neither_repeats_nor_hides_the_rest() -> 
     assert rest == [added[3], added[2], added[1]]
 
 
-def test_uses_without_end_take_no_memory_without_end() -> None:
+def test_endless_use_takes_no_more_memory() -> None:
     index = EntryIndex()
     added = [entry(number) for number in range(10)]
     for each in added:
