@@ -1,9 +1,9 @@
-"""What each dialect costs beside chat completions, on the same turn of the same conversation.
+"""Measures what each dialect costs compared with chat completions.
 
-Run it with `python benchmarks/dialects.py` (`--quick`: fewer rounds), while nothing else runs. The
-model has one layer, so that the server is most of what is measured. The dialects take turns, each
-with a question of its own after one long prompt that is already computed. Promised are at most 5 %
-of the time to the first token, and 10 µs a token.
+Run it with `python benchmarks/dialects.py` (`--quick`: fewer rounds) while nothing else runs. The
+model has one layer, so that most of the measured time is the server. The dialects take turns. Each
+asks its own question after one long prompt that is already computed. The promise is at most 5 % of
+the time to first token, and 10 µs per token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _messages(question: str) -> list[dict[str, str]]:
 
 @dataclass(slots=True)
 class Dialect:
-    """How a turn is asked for, and where its answer has text and a count of tokens."""
+    """How to ask for a turn, and where the answer has text and a token count."""
 
     name: str
     path: str
@@ -50,11 +50,11 @@ class Dialect:
     count: re.Pattern[bytes]
     first_ms: list[float] = field(default_factory=list)
     token_us: list[float] = field(default_factory=list)
-    front_us: list[float] = field(default_factory=list)  # processor time of the front, a token
+    front_us: list[float] = field(default_factory=list)  # processor time of the front per token
 
 
 def dialects() -> list[Dialect]:
-    """Chat completions first: the others are compared with them."""
+    """All dialects. The first is chat completions, with which the others are compared."""
     stream: dict[str, Any] = {"stream": True, "temperature": 0}
     return [
         Dialect(
@@ -108,7 +108,7 @@ def dialects() -> list[Dialect]:
 
 
 async def measure(server: Server, dialect: Dialect, question: str) -> None:
-    """One turn, read until the server hangs up."""
+    """Run one turn, and read until the server closes the connection."""
     place = urlsplit(server.url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     sent = json.dumps(dialect.body(question)).encode()
@@ -162,8 +162,8 @@ def main(
             for number in range(4 if quick else 40):
                 for each in measured[number % 4 :] + measured[: number % 4]:
                     asyncio.run(measure(server, each, f"Night {number}: what of {each.name}?"))
-                    time.sleep(0.1)  # what a server does after a turn is not part of the next one
-                if number == 0:  # which computed the rules
+                    time.sleep(0.1)  # work after a turn must not count for the next one
+                if number == 0:  # it computed the common prompt
                     measured = dialects()
     report(measured)
 

@@ -1,9 +1,9 @@
-"""How fast blocks as large as a GPU's come from files in the page cache into its hands.
+"""Measures how fast large blocks come from files in the page cache into memory for a GPU.
 
-Prints what one core takes for each stage, and then, for each number of readers, what restoring a
-conversation takes: files of 150 MB into memory that has been used before, verified, in windows, and
-on to a device that takes 38 GB/s. No model and no GPU is needed; the files take 2 GB of disk and
-are removed.
+Prints the speed of each stage on one core. Then it prints, for each number of readers, how long
+restoring a conversation takes: files of 150 MB are read in windows into used memory, verified, and
+copied to a device at 38 GB/s. No model and no GPU is needed. The files take 2 GB of disk and are
+removed.
 
     python benchmarks/disk_reads.py [--blocks 12] [--block-mb 150] [--folder FOLDER] [1 2 4 8]
 """
@@ -42,27 +42,27 @@ ROOT = b"r" * 32
 SECRET = b"s" * 32
 BLOCK_TOKENS = 1024
 BUS_BYTES_S = 38e9
-FETCHED_BLOCKS = 16  # as for a GPU
+FETCHED_BLOCKS = 16  # like for a GPU
 STEP_BYTES = 256 << 20
 ROUNDS = 5
 MEGA, GIGA = 1e6, 1e9
-LONG_GB = 4.8  # of 32k tokens of an 8B model
+LONG_GB = 4.8  # size of 32k tokens of an 8B model
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    first_s: float  # until the first block is there
+    first_s: float  # until the first block has arrived
     all_s: float
-    busy_s: float  # of all cores together
+    busy_s: float  # sum over all cores
 
 
 class Bus:
-    """Takes blocks as fast as a GPU does, and nothing else."""
+    """Accepts blocks at the speed of a GPU."""
 
     capabilities = SimpleNamespace(can_truncate=True)
 
     def __init__(self) -> None:
-        self.first_s = 0.0  # when the first block was there
+        self.first_s = 0.0  # arrival of the first block
 
     def restore(self, into: Sequence, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
         self.first_s = self.first_s or time.perf_counter()
@@ -70,7 +70,7 @@ class Bus:
 
 
 class UsedMemory:
-    """Memory whose pages are there, as those of a page-locked arena are."""
+    """Memory whose pages are already mapped, like those of a page-locked arena."""
 
     def __init__(self, size_bytes: int) -> None:
         self._all = np.ones(size_bytes, np.uint8).data
@@ -82,7 +82,7 @@ class UsedMemory:
 
 
 class Shelf:
-    """A conversation on disk, and how it is restored by so many readers."""
+    """A conversation on disk, and its restoration by a number of readers."""
 
     def __init__(self, path: Path, blocks: int, block_bytes: int) -> None:
         self.path = path
@@ -151,7 +151,7 @@ class Shelf:
 
 
 def stages(path: Path) -> dict[str, float]:
-    """GB/s of one core."""
+    """The speed of one core in GB/s."""
     size_bytes = path.stat().st_size
     used, handle = np.ones(size_bytes, np.uint8).data, os.open(path, os.O_RDONLY)
 

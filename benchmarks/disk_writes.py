@@ -1,4 +1,4 @@
-"""What is written to disk and read back: a trace through RAM and a disk ten times as large."""
+"""Replays a trace through RAM and a ten times larger disk, and counts disk writes and reads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ class Counts:
 
 
 class TwoTiers:
-    """Blocks in RAM and on disk. With `least_chance`, what leaves RAM is written if it is as likely
-    to be used again; without, new blocks are written at once, and tails when they leave RAM."""
+    """Blocks in RAM and on disk.
+
+    With `least_chance`, a block that leaves RAM is written if its reuse is likely enough. Otherwise
+    new blocks are written immediately, and tails when they leave RAM.
+    """
 
     def __init__(self, ram_blocks: int, least_chance: float | None) -> None:
         self.limits = ram_blocks, DISK_TIMES_RAM * ram_blocks
@@ -62,7 +65,7 @@ class TwoTiers:
         self.ram.add(key, parent if parent in self.ram else None)
 
     def write(self, key: bytes) -> None:
-        """With all above it that is not there."""
+        """Write a block with all its ancestors that are not on disk."""
         if key in self.disk:
             return
         parent = self.parents[key]

@@ -1,8 +1,8 @@
-"""Embeddings per second beside ONNX Runtime: same weights, same threads, same texts, in turns.
+"""Compares embeddings per second with ONNX Runtime: same weights, threads and texts, in turns.
 
-The peer is not a dependency: `pip install onnx onnxruntime tokenizers` first. It runs inside this
-process, and so does Rekindle's engine in the first column; the second is the real server over
-HTTP, with everything that this costs. No text is ever sent twice, so nothing is reused.
+The peer is not a dependency, so run `pip install onnx onnxruntime tokenizers` first. It runs inside
+this process, like Rekindle's engine in the first column. The second column is the real server over
+HTTP, with all its costs. No text is sent twice, so nothing is reused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rekindle.models.pull import pull
 
 Embed = Callable[[Sequence[str]], Any]
 
-REQUEST_INPUTS = 64  # of a batched request
+REQUEST_INPUTS = 64  # texts per batched request
 REQUESTS_AT_ONCE = 3
 TARGET = 0.9
 
@@ -42,20 +42,20 @@ TARGET = 0.9
 @dataclass(frozen=True, slots=True)
 class Scenario:
     name: str
-    words: tuple[int, int]  # of a text: the fewest and the most
-    together: int  # texts that are given at once
+    words: tuple[int, int]  # minimum and maximum tokens per text
+    together: int  # texts per call
 
 
 SCENARIOS = (
     Scenario("short texts, one at a time", (5, 15), 1),
-    Scenario("short texts, many at once", (5, 15), 512),
+    Scenario("short texts, large batch", (5, 15), 512),
     Scenario("128 tokens, one at a time", (126, 126), 1),
-    Scenario("128 tokens, many at once", (126, 126), 128),
+    Scenario("128 tokens, large batch", (126, 126), 128),
 )
 
 
 class Texts:
-    """Words that are one token each, in an order that never comes again."""
+    """Texts of words with one token each, in an order that never repeats."""
 
     def __init__(self, path: Path) -> None:
         reader: Any = gguf.GGUFReader(path)
@@ -87,7 +87,7 @@ def over_http(url: str) -> Embed:
 
 
 def rate(embed: Embed, scenario: Scenario, texts: Texts, seconds: float) -> float:
-    """Texts per second, for about so long."""
+    """Texts per second, measured for about this long."""
     done, took_s = 0, 0.0
     while took_s < seconds:
         given = texts.take(scenario, scenario.together)
@@ -99,9 +99,9 @@ def rate(embed: Embed, scenario: Scenario, texts: Texts, seconds: float) -> floa
 
 
 def main(
-    threads: Annotated[int, typer.Option(help="For each of them")] = 2,
-    rounds: Annotated[int, typer.Option(help="Of each scenario")] = 5,
-    seconds: Annotated[float, typer.Option(help="Of each measurement")] = 1.0,
+    threads: Annotated[int, typer.Option(help="Threads per side")] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds per scenario")] = 5,
+    seconds: Annotated[float, typer.Option(help="Seconds per measurement")] = 1.0,
 ) -> None:
     """Compare them; a missed target is shown."""
     console = Console()
@@ -139,7 +139,7 @@ def main(
 
 
 def _figures(found: dict[str, list[float]]) -> list[str]:
-    """Medians, and those of the ratios of each round: what others do meanwhile hits all alike."""
+    """Medians, and medians of the ratios per round. Disturbances in a round affect all sides."""
     medians = [f"{statistics.median(each):.0f}" for each in found.values()]
     peers = found["ONNX Runtime"]
     ratios = [

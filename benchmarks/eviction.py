@@ -32,7 +32,7 @@ from rekindle.kvcache.eviction.policy import Evictor, LruRanking
 TRACE_BLOCK_TOKENS = 512
 TOKENS = [500_000, 1_000_000, 3_000_000, 5_000_000, 10_000_000]
 BAR_WIDTH = 40
-ODD = 0x9E3779B97F4A7C15  # makes keys of numbers, and numbers of keys
+ODD = 0x9E3779B97F4A7C15  # converts between keys and numbers
 
 Requests = list[list[bytes]]
 
@@ -47,7 +47,7 @@ class Policy(Protocol):
 
 
 class Clairvoyant:
-    """Knows the trace, and evicts the leaf whose next use comes last."""
+    """Knows the trace, and evicts the leaf whose next use is the furthest away."""
 
     def __init__(self, requests: Requests) -> None:
         self.at = 0
@@ -97,7 +97,7 @@ class Clairvoyant:
         return coming[-1] if coming else 1 << 40
 
     def is_worse(self, key: bytes) -> bool:
-        """Whether a new key would be the next to go."""
+        """Whether a new key would be the next victim."""
         while self._leaves:
             rank, leaf = self._leaves[0]
             if self._ranks.get(leaf) == rank and not self._children[leaf]:
@@ -107,7 +107,7 @@ class Clairvoyant:
 
 
 def hits(requests: Requests, capacity: int, policy: Policy) -> list[int]:
-    """How many blocks of each request are hit."""
+    """The number of blocks of each request that are hit."""
     held: set[bytes] = set()
     found = []
     for at, keys in enumerate(requests):
@@ -142,7 +142,7 @@ def policies(requests: Requests) -> dict[str, Callable[[], Policy]]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Share of blocks hit: of the whole trace and of its second half, with each set of keys."""
+    """The share of hit blocks of the whole trace and of its second half, for each set of keys."""
 
     whole: list[float]
     second: list[float]
@@ -164,7 +164,7 @@ def measure(requests: Requests, capacity: int, name: str, salts: int) -> Cell:
 
 
 def with_salt(requests: Requests, salt: int) -> Requests:
-    """Other keys, spread as evenly as those of a store, which are hashes."""
+    """Other keys, distributed as evenly as the hashes of a store."""
     keys = {key for each in requests for key in each}
     salted = {key: blake3(key + bytes([salt])).digest(8) for key in keys}
     return [[salted[key] for key in each] for each in requests]
@@ -215,7 +215,7 @@ def plot(rows: dict[str, list[float]], capacities: list[int]) -> Iterator[str]:
 
 
 class FullTier:
-    """Blocks without parents; the tenants take turns."""
+    """Blocks without parents. The tenants take turns."""
 
     def __init__(self, blocks: int, tenants: int) -> None:
         self.evictor = Evictor()
@@ -244,7 +244,7 @@ class FullTier:
 
 
 def cost() -> Iterator[str]:
-    """Processor time of a hit, and of an eviction with the insertion that follows."""
+    """Processor time of a hit, and of an eviction with the following insertion."""
     yield f"{'blocks':>9} {'tenants':>8} {'use, µs':>9} {'evict and enter, µs':>20}"
     for blocks, tenants in ((10**3, 1), (10**4, 1), (10**5, 1), (10**6, 1), (10**5, 10**4)):
         tier = FullTier(blocks, tenants)

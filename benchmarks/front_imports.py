@@ -1,9 +1,9 @@
-"""What the HTTP process loads: modules of ours by package, and megabytes.
+"""Prints which modules the HTTP process loads, by package, and its memory in megabytes.
 
     python benchmarks/front_imports.py [MODULE]
 
-MODULE is the one that launches a server. It is imported in a fresh process, which also builds the
-application, so that nothing is left to be loaded by the first request.
+MODULE launches a server. It is imported in a fresh process, which also builds the application, so
+that the first request has nothing left to import.
 """
 
 from __future__ import annotations

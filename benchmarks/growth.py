@@ -1,10 +1,11 @@
-"""What things cost as they grow: one line for each size, so that a cost that is not flat shows.
+"""Measures costs that may grow with the number of conversations, blocks, tenants or turns.
 
     python benchmarks/growth.py [--quick] [--only ROW]
 
-Every line is measured on its own, in a folder and (where one is needed) a server of its own; one
-that fails says so and the others go on. The table is Markdown; the figures go to a JSON file, too.
-Folders are made where TMPDIR says: in a file system in memory a busy disk does not matter.
+There is one line per size, so that a cost that is not flat is visible. Each line has its own folder
+and, if needed, its own server. A line that fails does not stop the others. The table is Markdown,
+and the figures are also written as JSON. Folders are created in TMPDIR. In a file system in memory,
+a busy disk does not matter.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from rekindle.models.progress import task_bars
 
 FOLDER = Path("bench-results")
 
-Costs = Mapping[str, float]  # by what is measured; the name ends in its unit
+Costs = Mapping[str, float]  # by figure; its name ends with its unit
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Something that grows, and what is measured of it at each size."""
+    """A quantity that grows, and the function that measures its cost."""
 
     title: str
     measure: Callable[[int, Path], Costs]
@@ -46,7 +47,7 @@ ROWS = {
     "blocks": Row("stored blocks", blocks, (1_000, 10_000, 100_000, 1_000_000), (1_000, 100_000)),
     "depth": Row("blocks in one chain", chain_depth, (1_000, 10_000, 100_000), (1_000, 10_000)),
     "tenants": Row("tenants", tenants, (1, 10, 100, 1_000, 10_000), (1, 100, 1_000)),
-    "turns": Row("turns at once", concurrent_turns, (1, 4, 16, 64, 256), (1, 8, 32)),
+    "turns": Row("concurrent turns", concurrent_turns, (1, 4, 16, 64, 256), (1, 8, 32)),
 }
 
 
@@ -59,11 +60,16 @@ class Line:
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Smaller sizes, in a minute.")] = False,
-    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(ROWS)}.")] = None,
-    output: Annotated[Path, typer.Option(help="Where the figures go.")] = FOLDER / "growth.json",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Use smaller sizes, which take a minute.")
+    ] = False,
+    only: Annotated[
+        str | None, typer.Option(help=f"Measure only one of {', '.join(ROWS)}.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="JSON file for the figures.")] = FOLDER
+    / "growth.json",
 ) -> None:
-    """Print what grows with what."""
+    """Measure costs at growing sizes."""
     if only is not None and only not in ROWS:
         raise typer.BadParameter(f"there is no row {only}; there are {', '.join(ROWS)}")
     chosen = [only] if only else list(ROWS)
@@ -75,7 +81,7 @@ def main(
 
 
 def measure(sizes: Mapping[str, Sequence[int]]) -> list[Line]:
-    """Each row at each of its sizes, the smallest first; a failure costs its own line only."""
+    """Measure each row at each of its sizes, smallest first."""
     lines = []
     console = Console(stderr=True)
     with task_bars(console) as bars:
@@ -92,12 +98,9 @@ def _measure_one(name: str, size: int) -> Line:
     with tempfile.TemporaryDirectory(prefix="rekindle-growth-") as folder:
         try:
             return Line(name, size, ROWS[name].measure(size, Path(folder)))
-        except Exception as error:  # whatever it is, the other lines are worth having
+        except Exception as error:  # any failure must not lose the other lines
             print(f"{name} {size}: {type(error).__name__}: {error}", file=sys.stderr)
             return Line(name, size, {}, f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-# -- showing -------------------------------------------------------------------------------------
 
 
 def markdown(lines: Sequence[Line]) -> str:

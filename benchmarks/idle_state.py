@@ -1,8 +1,8 @@
-"""What a finished conversation costs in the engine's pool, and what bringing it back costs.
+"""Measures what an idle conversation in the engine's pool costs, and what restoring it costs.
 
-Prints, for each length: the time to share it in place, the time to restore it from blocks in RAM,
-and how long a decode step and a slice of prefill of another turn take beside it and without it. One
-thread, in processor time, so that a busy machine measures about the same.
+Prints for each length: the time to share it in place, the time to restore it from blocks in RAM,
+and the duration of a decode step and of a prefill chunk of another turn, with and without the idle
+state. It uses one thread and measures processor time, which a busy machine changes little.
 
     python benchmarks/idle_state.py [--model MODEL.gguf] [2048 8192 32768]
 """
@@ -29,21 +29,21 @@ from tests.support.tiny import write_llama
 
 ROUNDS = 41
 SLICE_TOKENS = 64
-OTHER_TOKENS = 256  # of the turn that runs meanwhile
+OTHER_TOKENS = 256  # of the other, running turn
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     share_s: float
     restore_s: float
-    decode_s: float  # of another turn's step, beside the idle state and without it
+    decode_s: float  # a step of another turn, with and without the idle state
     decode_alone_s: float
-    prefill_s: float  # likewise, of a slice
+    prefill_s: float  # the same for a prefill chunk
     prefill_alone_s: float
 
     @property
     def worth_rows(self) -> float:
-        """Rows of other turns that cost as much as restoring does."""
+        """The number of rows of other turns that cost as much as restoring."""
         return self.restore_s / max(self.decode_s - self.decode_alone_s, 1e-9)
 
 
@@ -96,7 +96,7 @@ def _restore(engine: LlamaCppEngine, blobs: list[Blob]) -> None:
 
 
 def _steps(engine: LlamaCppEngine, sequence: Sequence) -> tuple[float, float]:
-    """One decode step, and one slice of prefill, each undone."""
+    """Run one decode step and one prefill chunk, and undo each."""
     sampler = engine.sampler(SamplingParams(temperature=0), [])
     held = sequence.length
 

@@ -1,8 +1,8 @@
-"""What computing just the new tokens costs when their context is already in place.
+"""Measures the cost of computing only the new tokens of a turn when its context is in place.
 
-Measured on llama.cpp's own server, whose slot then holds exactly the context: its native endpoint
-takes token ids, so both counts are those of the turn this is the reference for. Same transport and
-same client clock as the turn itself.
+It uses llama.cpp's own server, whose slot then has exactly this context. Its native endpoint takes
+token ids, so both token counts equal those of the turn. Transport and client clock are also the
+same.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT_S = 600
 
 
 def measure(url: str, context_tokens: int, new_tokens: int, chance: Random) -> float:
-    """Median time to first token of so many new tokens after a context held by a slot."""
+    """Median time to first token of this many new tokens after a context that a slot holds."""
     try:
         with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
             return median(_times_s(http, context_tokens, new_tokens, chance))
@@ -51,7 +51,7 @@ def _token_ids(http: httpx.Client, chance: Random, tokens: int) -> list[int]:
 
 
 def _complete(http: httpx.Client, token_ids: list[int]) -> tuple[float, dict[str, Any]]:
-    """Time to the first streamed event, and what the server says it computed."""
+    """The time to the first streamed event, and the number of tokens that the server computed."""
     body = {"prompt": token_ids, "n_predict": 2, "temperature": 0, "stream": True}
     sent_s, first_s, last = time.perf_counter(), None, ""
     with http.stream("POST", "/completion", json=body, headers={"Connection": "close"}) as stream:
@@ -66,7 +66,7 @@ def _complete(http: httpx.Client, token_ids: list[int]) -> tuple[float, dict[str
 
 
 def _check(timings: dict[str, Any], context_tokens: int, new_tokens: int) -> None:
-    """A nonce may share its first token with an earlier one, never more than a few."""
+    """A nonce may share its first tokens with an earlier one, but only a few."""
     if abs(timings["prompt_n"] - new_tokens) > 2:
         raise BenchFailed(
             f"llama.cpp's server computed {timings['prompt_n']} tokens for the reference, not "

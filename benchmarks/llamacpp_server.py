@@ -1,4 +1,4 @@
-"""llama.cpp's own server, with its prompt caches at their defaults, until stdin closes."""
+"""Runs llama.cpp's own server with its default prompt caches until stdin closes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
         parser.add_argument(f"--{number}", type=int, required=True)
     server = xllamacpp.Server(parameters(parser.parse_args()))
     print(server.listening_address, flush=True)
-    sys.stdin.read()  # whoever started us is gone once this returns
+    sys.stdin.read()  # returns when the parent has ended
 
 
 def parameters(arguments: argparse.Namespace) -> xllamacpp.CommonParams:
@@ -26,7 +26,7 @@ def parameters(arguments: argparse.Namespace) -> xllamacpp.CommonParams:
     params.port = arguments.port
     params.n_ctx = arguments.context
     params.n_parallel = arguments.slots
-    params.kv_unified = True  # llama-server's default; slots share one context
+    params.kv_unified = True  # llama-server's default, where slots share one context
     params.cpuparams.n_threads = arguments.threads
     params.cpuparams_batch.n_threads = arguments.threads
     return params

@@ -1,4 +1,4 @@
-"""Who used the processor while something was measured; Linux only, silent elsewhere."""
+"""Finds out who used the processor during a measurement. It works only on Linux."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """CPU seconds so far, and when."""
+    """CPU seconds so far, and the time of the reading."""
 
     at_s: float
     machine_s: float
@@ -25,9 +25,9 @@ class Load:
     """Shares of one core during one round."""
 
     scenario: str
-    active: str  # the server that was measured
-    idle_cpu: float  # taken by the other server, which had nothing to do
-    foreign_cpu: float  # taken by everything but the two servers and the bench
+    active: str  # by the measured server
+    idle_cpu: float  # by the other server, which should be idle
+    foreign_cpu: float  # by everything except the two servers and the bench
 
 
 def read(active_id: int, idle_id: int) -> Reading | None:
@@ -56,7 +56,7 @@ _TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 
 def _machine_ticks() -> int:
     user, nice, system, _idle, _wait, *stolen = _total_line()
-    return user + nice + system + sum(stolen[:3])  # interrupts, and what other guests took
+    return user + nice + system + sum(stolen[:3])  # interrupts and steal time
 
 
 def _total_line() -> list[int]:
@@ -76,4 +76,4 @@ def _family(process_id: int) -> Iterator[int]:
 
 def _ticks(process_id: int) -> int:
     after_name = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    return int(after_name[11]) + int(after_name[12])  # user and system time
+    return int(after_name[11]) + int(after_name[12])  # user time and system time

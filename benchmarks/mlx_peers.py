@@ -1,9 +1,9 @@
-"""Rekindle beside mlx_lm's own server, both on folders of random weights made on the spot.
+"""Compares Rekindle with mlx_lm's own server, on models with random weights.
 
     python benchmarks/mlx_peers.py [--quick] [--only SCENARIO]
 
-Eight turns on a model with full attention and on a hybrid one, tool loops, and eight streams at
-once, greedily and with temperature. Nothing else may run meanwhile.
+The scenarios are eight turns with full attention and with a hybrid model, tool loops, and eight
+concurrent streams, greedy and with a temperature. Nothing else may run at the same time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ Scenario = Callable[[Rig], Awaitable[Figures]]
 
 
 async def _eight_turns(rig: Rig) -> Figures:
-    """A conversation that grows: what of it is computed, and how long its second turn waits."""
+    """A growing conversation: how many tokens are computed, and the time to first token of turn
+    two."""
     talk = BenchConversation(rig)
     turns: list[TimedTurn] = []
     for _ in range(rig.options.turns):
@@ -66,7 +67,7 @@ async def _sampled(rig: Rig) -> Figures:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    family: str  # of the model, as `write_tiny_mlx` calls it
+    family: str  # family of the model, for `write_tiny_mlx`
     measure: Scenario
     repeats: int
 
@@ -81,10 +82,12 @@ CASES = {
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="One repeat of each.")] = False,
-    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(CASES)}.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure once, without repeats.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help=f"Measure only one of {', '.join(CASES)}.")
+    ] = None,
 ) -> None:
-    """Print the medians of both servers; larger is better of what is per second alone."""
+    """Print the medians of both servers. Larger is better only for figures per second."""
     if only is not None and only not in CASES:
         raise typer.BadParameter(f"there is no scenario {only}; there are {', '.join(CASES)}")
     console = Console()
@@ -97,11 +100,11 @@ def main(
 
 
 def _write_model(path: Path, family: str) -> Path:
-    """Random weights: what is computed, and how fast, does not depend on what they say."""
-    sys.path.append(str(ROOT))  # a script's path begins beside it, and the tests lie elsewhere
+    """Write random weights. They affect neither how much is computed nor how fast."""
+    sys.path.append(str(ROOT))  # the path of a script does not include the tests
     from tests.support.tiny_mlx import write_tiny_mlx
 
-    # With a head of its own it writes ASCII, so that its replies come back as they were written.
+    # With a separate output head it writes only ASCII, so that its replies come back unchanged.
     config = {"max_position_embeddings": CONTEXT_TOKENS, "tie_word_embeddings": False}
     write_tiny_mlx(path, family, **config)
     (path / "chat_template.jinja").write_text(TOOL_TEMPLATE)
@@ -109,12 +112,12 @@ def _write_model(path: Path, family: str) -> Path:
 
 
 def _compare(model: Path, measure: Scenario, repeats: int) -> dict[str, list[Figures]]:
-    """Both servers run at once and answer in turns: what disturbs the machine disturbs both."""
+    """Run both servers and let them answer in turns, so that disturbances affect both."""
     setup = Setup(model=model, slots=STREAMS, context=CONTEXT_TOKENS)
     found: dict[str, list[Figures]] = {}
     nonce = secrets.token_hex(4)
     with ExitStack() as stack:
-        servers = {  # with the name that each has for the model it was started with
+        servers = {  # each server has its own name for the model
             stack.enter_context(rekindle(setup, LOGS / "mlx-rekindle.log")): "default",
             stack.enter_context(mlx_lm(setup, LOGS / "mlx-peer.log")): "default_model",
         }
@@ -125,7 +128,7 @@ def _compare(model: Path, measure: Scenario, repeats: int) -> dict[str, list[Fig
                     label=server.label,
                     model=name,
                     streams=STREAMS,
-                    seed=f"{nonce} {number}",  # both read the same texts
+                    seed=f"{nonce} {number}",  # both servers read the same texts
                 )
                 found.setdefault(server.label, []).append(asyncio.run(_run(options, measure)))
     return found

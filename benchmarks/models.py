@@ -1,4 +1,4 @@
-"""The model that a scenario is measured on, where SmolLM2 as it is would not do."""
+"""Provides the models for scenarios that cannot use SmolLM2 unchanged."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from rekindle.models.pull import packaged_projector
 ROOT = Path(__file__).parents[1]
 TEMPLATE_KEY = "tokenizer.chat_template"
 CONTEXT_TOKENS = 8192
-WIDTH, HEADS = 64, 1  # of the model with one layer
+WIDTH, HEADS = 64, 1  # width of the model with one layer
 LAYER = (
     ("attn_q", WIDTH, WIDTH), ("attn_k", WIDTH, WIDTH), ("attn_v", WIDTH, WIDTH),
     ("attn_output", WIDTH, WIDTH), ("ffn_gate", 2 * WIDTH, WIDTH), ("ffn_up", 2 * WIDTH, WIDTH),
     ("ffn_down", WIDTH, 2 * WIDTH),
 )  # fmt: skip
 
-# SmolLM2's own template knows no tools, and each server makes do in its own way: Rekindle writes
-# them into messages, llama.cpp leaves tools and calls out. Under a template that shows them both
-# read the same tokens.
+# SmolLM2's own template does not show tools. Rekindle writes them into messages, and llama.cpp
+# leaves tools and calls out. With a template that shows them, both servers read the same tokens.
 TOOL_TEMPLATE = (
     "{% set merged = tools and messages[0]['role'] == 'system' %}"
     "{% if tools %}<|im_start|>system\n{% if merged %}{{ messages[0]['content'] }}\n\n{% endif %}"
@@ -41,7 +40,7 @@ TOOL_TEMPLATE = (
 
 
 def fitting(scenario: str, model: Path, folder: Path) -> Path:
-    """The model itself, or one written into the folder for this scenario."""
+    """The model itself, or one that is written into the folder for this scenario."""
     match scenario:
         case "toolloop":
             return with_tool_template(model, folder / f"{model.stem}-tools.gguf")
@@ -51,12 +50,12 @@ def fitting(scenario: str, model: Path, folder: Path) -> Path:
 
 
 def projector(scenario: str) -> Path | None:
-    """What a model sees pictures with, where it is to see any."""
+    """The projector of a model for scenarios with pictures."""
     return packaged_projector(DEFAULT_VISION_MODEL) if scenario == "pictures" else None
 
 
 def with_tool_template(model: Path, copy: Path) -> Path:
-    """The same weights and tokens under a chat template that shows tools."""
+    """Write the same weights and tokens with a chat template that shows tools."""
     reader = gguf.GGUFReader(model)
     writer = gguf.GGUFWriter(copy, reader.fields["general.architecture"].contents())
     writer.data_alignment = reader.alignment
@@ -66,16 +65,18 @@ def with_tool_template(model: Path, copy: Path) -> Path:
 
 
 def _tiny_hybrid(path: Path) -> Path:
-    """Random weights: what is computed twice does not depend on what they say."""
-    sys.path.append(str(ROOT))  # a script's path begins beside it, and the tests lie elsewhere
+    """Write random weights. They do not affect which tokens are computed twice."""
+    sys.path.append(str(ROOT))  # the path of a script does not include the tests
     from tests.support.tiny import write_lfm2
 
     return write_lfm2(path, context=CONTEXT_TOKENS)
 
 
 def one_layer(model: Path, path: Path, *, context: int = 32_768, seed: int = 0) -> Path:
-    """A model's vocabulary and template around one layer of random weights: computing a token takes
-    next to nothing, and what is left is a server's own work."""
+    """Write a model with a real vocabulary and template, and one layer of random weights.
+
+    Computing a token takes almost no time, so the measured time is the work of the server.
+    """
     reader = gguf.GGUFReader(model)
     writer = gguf.GGUFWriter(path, "llama")
     for name, part in reader.fields.items():

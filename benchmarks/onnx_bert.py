@@ -1,8 +1,8 @@
-"""A BERT in ONNX Runtime, with the weights of a GGUF file: what embeddings are measured against.
+"""Runs a BERT model in ONNX Runtime with the weights of a GGUF file, for comparison.
 
-The graph has the fused operators that ONNX Runtime's own optimiser would put in. Texts are cut by
-Hugging Face's tokenizers, sorted by length and padded in batches of 32, as sentence-transformers
-does it.
+The graph has the fused operators that ONNX Runtime's optimiser would create. Texts are tokenised by
+Hugging Face's tokenizers, sorted by length and padded in batches of 32, as in sentence-
+transformers.
 """
 
 from __future__ import annotations

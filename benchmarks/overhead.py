@@ -1,8 +1,8 @@
-"""What both servers do beside computing: a model of one layer with a real vocabulary.
+"""Measures the work of both servers besides computing, with a model of one layer.
 
-Run it with `python benchmarks/overhead.py` (`--quick`: fewer rounds), while nothing else runs. The
-two servers take turns, and with them llama.cpp's own calls, which are the limit of both. Of ours it
-also tells the processor time of each process, which a busy machine changes little.
+Run it with `python benchmarks/overhead.py` (`--quick`: fewer rounds) while nothing else runs. The
+two servers take turns with llama.cpp's raw calls, which are the limit of both. For Rekindle it also
+prints the processor time of each process, which a busy machine changes little.
 """
 
 from __future__ import annotations
@@ -38,15 +38,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 0, "min_p": 0},
 }
-LONE_ROUNDS = 8  # of one stream for each of many: they are short, and a busy moment is one of them
-LONG_WORDS = 28_500  # a word is a token
+LONE_ROUNDS = (
+    8  # rounds of a single stream per round of many; they are short, and some meet a busy moment
+)
+LONG_WORDS = 28_500  # each word is one token
 WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "with", "not", "at")
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer, as its bytes."""
+    """The bytes of one streamed answer."""
 
     first_s: float
     body: bytes
@@ -59,7 +61,7 @@ class Answer:
 
 
 class _Stream:
-    """One request on its way: read until the server hangs up."""
+    """A request that is read until the server closes the connection."""
 
     def __init__(self, url: str, body: dict[str, Any]) -> None:
         self.url = url
@@ -77,7 +79,7 @@ class _Stream:
         self.socket.sendall(self._request)
 
     def read(self) -> bool:
-        """Take what has come; False when that was all."""
+        """Read what has arrived. False at the end of the answer."""
         part = self.socket.recv(1 << 16)
         self._parts.append(part)
         if not self._first_s and b'"content":"' in part.replace(b'"content":""', b""):
@@ -93,7 +95,7 @@ class _Stream:
 
 
 def ask(url: str, *bodies: dict[str, Any]) -> list[Answer]:
-    """A client that hardly costs anything: on two cores it competes with the servers for them."""
+    """A client with very low cost, because on two cores it competes with the servers."""
     streams = [_Stream(url, body) for body in bodies]
     with selectors.DefaultSelector() as selector:
         for stream in streams:
@@ -107,7 +109,7 @@ def ask(url: str, *bodies: dict[str, Any]) -> list[Answer]:
 
 
 def decode(server: Server, streams: int, way: dict[str, Any], number: int) -> float:
-    """Tokens a second of so many streams at once."""
+    """Tokens per second of this many concurrent streams."""
     bodies = [
         {
             "messages": [{"role": "user", "content": f"Tell me story {number} of {stream}."}],
@@ -123,7 +125,7 @@ def decode(server: Server, streams: int, way: dict[str, Any], number: int) -> fl
 
 
 class Conversation:
-    """A long one, whose next turns have little that is new."""
+    """A long conversation whose next turns are short."""
 
     def __init__(self, server: Server) -> None:
         self._url = server.url
@@ -132,12 +134,12 @@ class Conversation:
         self._messages = [{"role": "system", "content": text}, {"role": "user", "content": "So?"}]
 
     def turn_ms(self) -> float:
-        """The time to the first token of the next turn."""
+        """The time to first token of the next turn."""
         body = {"messages": self._messages, "max_tokens": 8, "temperature": 0}
         [answer] = ask(self._url, body)
         reply = {"role": "assistant", "content": answer.text}
         self._messages += [reply, {"role": "user", "content": "And then?"}]
-        time.sleep(0.3)  # what a server does after a turn is not part of the next one
+        time.sleep(0.3)  # work after a turn must not count for the next one
         return answer.first_s * 1000
 
 
@@ -147,7 +149,7 @@ def processor_s(process_id: int) -> float:
 
 
 def processes(server: Server) -> list[int]:
-    """Ours: the front, and the runtime that it has started."""
+    """The front and the runtime that it started."""
     children = Path(f"/proc/{server.process_id}/task/{server.process_id}/children").read_text()
     return [server.process_id, *map(int, children.split()[:1])]
 
@@ -176,10 +178,10 @@ def compare_streams(model: Path, folder: Path, rounds: int) -> None:
 def _line(
     servers: tuple[Server, Server], raw: RawSteps, streams: int, way: dict[str, Any], rounds: int
 ) -> str:
-    """Both servers, and the native steps alone, by turns."""
+    """Measure both servers and the raw steps in turns."""
     ours, theirs = servers
     own, other, limit, pids = [], [], [], processes(ours)
-    for server in servers:  # what is done for the first time is in no figure
+    for server in servers:  # exclude first-time work
         decode(server, streams, way, rounds)
     before = [processor_s(each) for each in pids]
     for number in range(rounds):
@@ -212,7 +214,7 @@ def compare_turns(model: Path, folder: Path, rounds: int) -> None:
 
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
-    only: Annotated[str | None, typer.Option(help="streams or turns.")] = None,
+    only: Annotated[str | None, typer.Option(help="Measure only streams or turns.")] = None,
 ) -> None:
     """Compare the two servers."""
     rounds = 2 if quick else 5

@@ -1,4 +1,4 @@
-"""Both servers measured in turns, so that a ratio comes from one stretch of time."""
+"""Measures both servers in turns, so that each ratio comes from the same period of time."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rekindle.bench.rig import Rig, Round, open_rig
 from rekindle.bench.scenarios import Article, computed_in
 from rekindle.bench.session import SCENARIOS
 
-PAUSE_S = 0.5  # what a server still writes after a turn must not fall into the other's measure
+PAUSE_S = 0.5  # writes after a turn must not disturb the measurement of the other server
 
-# Turns at once, ours and theirs: each server's own default, but for agents, who share four, and for
-# eight streams, which need eight: with four, half would only wait.
+# Concurrent turns of both servers. They are each server's default, except for agents, which share
+# four slots, and for eight streams, of which half would wait with four slots.
 OUR_SLOTS = {
     "article": 16, "document": 16, "agents": 4, "decode": 8, "sampled": 8, "crowd": 16, "schema": 4,
     "toolloop": 4, "hybrid": 4, "pictures": 4,
@@ -35,7 +35,7 @@ THEIR_SLOTS = {**OUR_SLOTS, "article": 4, "document": 4, "crowd": 4}
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One server with the rig that measures it."""
+    """One server with its rig."""
 
     server: Server
     rig: Rig
@@ -47,7 +47,7 @@ class Side:
 
 @dataclass(slots=True)
 class PairedRun:
-    """Collects the rounds of both servers, scenario after scenario."""
+    """Collects the rounds of both servers, scenario by scenario."""
 
     models: Mapping[str, Path]  # by scenario
     folder: Path
@@ -94,7 +94,7 @@ class PairedRun:
             await self._reference(theirs.server)
 
     async def _alone(self, active: Side, idle: Side, scenario: str, seed: str) -> Round:
-        """Measure one server, and who else used the processor meanwhile."""
+        """Measure one server, and the processor use of everything else."""
         await asyncio.sleep(PAUSE_S)
         processes = active.server.process_id, idle.server.process_id
         before = read(*processes)
@@ -105,7 +105,8 @@ class PairedRun:
         return measured
 
     async def _reference(self, server: Server) -> None:
-        """The cost of just the tokens that our last turn two computed, on a context as long."""
+        """The cost of computing only the tokens of our last turn two, after a context of the same
+        length."""
         article = cast(Article, self.ours["article"][-1])
         new_tokens = computed_in(article.first, article.second)
         context_tokens = article.second.prompt_tokens - new_tokens

@@ -1,4 +1,4 @@
-"""Rekindle beside llama.cpp's own server: same model, same threads, same context, in turns."""
+"""Compares Rekindle with llama.cpp's own server: same model, threads and context, in turns."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ FOLDER = Path("bench-results")
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer repeats.")] = False,
-    only: Annotated[str | None, typer.Option(help=f"One of {', '.join(REPEATS)}.")] = None,
-    model: Annotated[Path | None, typer.Option(help="A GGUF file, for all of them.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure with fewer repeats.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help=f"Measure only one of {', '.join(REPEATS)}.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="GGUF file for all scenarios.")] = None,
 ) -> None:
-    """Compare the two servers; a missed target is shown, only an error fails."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # both servers must end with us
+    """Compare the two servers. A missed target is shown, but only an error fails."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # both servers must end with this process
     console = Console()
     repeats = QUICK if quick else REPEATS
     if only is not None and only not in repeats:
@@ -56,7 +58,7 @@ def main(
 
 
 def compare(models: dict[str, Path], repeats: dict[str, int], console: Console) -> Comparison:
-    """Run every scenario so many times on both servers."""
+    """Run every scenario this many times on both servers."""
 
     async def measure(run: PairedRun) -> Comparison:
         for scenario, times in repeats.items():

@@ -1,4 +1,4 @@
-"""The limit of any server: llama.cpp's own calls in a loop, and the highest logit of each row."""
+"""Measures the limit of any server: llama.cpp's calls in a loop with greedy sampling."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rekindle.engine.llamacpp.batch import BatchRows
 from rekindle.engine.llamacpp.context import Context, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
 
-PROMPT_TOKENS = 40  # about as long as those of the servers
+PROMPT_TOKENS = 40  # about as long as the prompts of the servers
 BATCH_TOKENS = 512
 
 
@@ -25,7 +25,7 @@ class RawSteps:
         self._context = Context(self._model.library, self._model.native, shape)
 
     def tokens_per_s(self, streams: int, tokens: int) -> float:
-        """Of so many replies at once, each of so many tokens."""
+        """The speed of this many concurrent replies of this many tokens."""
         prompt = list(range(1000, 1000 + PROMPT_TOKENS))
         for slot in range(streams):
             self._context.decode([BatchRows(slot, 0, prompt, True)])

@@ -1,4 +1,4 @@
-"""A comparison as tables, as JSON and as a plot."""
+"""Prints a comparison as tables, and saves it as JSON and as a plot."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rekindle.bench import plot
 from rekindle.bench.results import FIGURES, Figure, write_json
 
 IN_PLACE = Figure("article: first token, context in place", "s")
-BUSY = 0.1  # of a core; above it a round counts as disturbed
+BUSY = 0.1  # share of a core; a round with more is marked as disturbed
 
 
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Both servers' figures, then each target with what was reached."""
+    """Print the figures of both servers, then each target and its result."""
     console.print(_figures(comparison))
     console.print(_targets(comparison))
     for warning in (*_unequal_prompts(comparison), *_warnings(comparison.loads)):
@@ -72,7 +72,7 @@ def _targets(comparison: Comparison) -> Table:
 
 
 def _unequal_prompts(comparison: Comparison) -> Iterator[str]:
-    """A server that leaves tools out of the prompt has less to read, and knows less."""
+    """Note that a server which leaves tools out of the prompt reads less."""
     ours = comparison.ours.figures().get("toolloop_prompt_tokens")
     theirs = comparison.theirs.figures().get("toolloop_prompt_tokens")
     if ours != theirs:

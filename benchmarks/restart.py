@@ -1,12 +1,12 @@
-"""What the disk is worth: turn two after a restart beside a cold one; how fast state comes back.
+"""Measures what the disk cache saves: turn two after a restart compared with a cold one.
 
     python benchmarks/restart.py [--rounds 3] [--model FILE.gguf]
 
-A turn of about 1,500 tokens is answered; the server is stopped and started again; the next turn's
-time to first token is measured, then the same turn on a server with an empty cache. After that, in
-one process: the same bytes restored from RAM beside a plain copy of them in memory, and fetched
-from disk, proven and restored beside a plain read of the same files. Files are dropped from the
-page cache before each read unless it says otherwise.
+The server answers a turn of about 1,500 tokens and is restarted. The time to first token of the
+next turn is measured, and then the same turn on a server with an empty cache. After that, in one
+process, it compares restoring from RAM with a plain copy in memory, and fetching, verifying and
+restoring from disk with a plain read of the same files. Files are dropped from the page cache
+before each read, unless the table says otherwise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rekindle.config import load_config
 from rekindle.models.progress import progress_on
 from rekindle.models.pull import pull
 
-WORDS = 1130  # of prose: about 1,500 tokens of SmolLM2's
+WORDS = 1130  # about 1,500 tokens of SmolLM2
 REPLY_TOKENS = 32
 FOLDER = Path("bench-results")
 AT_LEAST_FASTER = 15.0
@@ -42,8 +42,8 @@ AT_LEAST_OF_PLAIN = 0.5
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="How often each is measured.")] = 3,
-    model: Annotated[Path | None, typer.Option(help="A GGUF file; smollm2 otherwise.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Number of measurements.")] = 3,
+    model: Annotated[Path | None, typer.Option(help="GGUF file; default smollm2.")] = None,
 ) -> None:
     console = Console()
     models_dir = load_config({}).models_dir
@@ -66,7 +66,7 @@ def main(
 
 
 async def _round(setup: Setup) -> tuple[float, float]:
-    """Time to first token of a second turn: after a restart, and on an empty cache."""
+    """The time to first token of a second turn, after a restart and with an empty cache."""
     chance = Random(secrets.token_hex(8))
     question = f"{nonce(chance)}.\n\n{prose(chance, WORDS)}\n\nWhat is this about?"
     messages: list[Message] = [{"role": "user", "content": question}]
@@ -88,13 +88,15 @@ async def _round(setup: Setup) -> tuple[float, float]:
 
 async def _ask(url: str, messages: list[Message]) -> tuple[str, float]:
     async with connect(BenchOptions(base_url=url)) as client:
-        await client.chat([{"role": "user", "content": "Hello"}], 1)  # the first request is slow
+        await client.chat(
+            [{"role": "user", "content": "Hello"}], 1
+        )  # warm-up, because the first request is slow
         reply = await client.chat(messages, REPLY_TOKENS)
         return reply.text, reply.ttft_s
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """So that a read comes from the disk; best effort, and Linux only."""
+    """Make the next read come from the disk, if possible. Linux only."""
     if not hasattr(os, "posix_fadvise"):
         return
     for path in folder.rglob("*"):
@@ -107,7 +109,7 @@ def drop_from_page_cache(folder: Path) -> None:
 
 
 def _show(console: Console, pairs: list[tuple[float, float]], speeds: dict[str, Speeds]) -> None:
-    table = Table("figure", "measured", "beside", "ratio", "aim", title="medians")
+    table = Table("figure", "measured", "compared with", "ratio", "target", title="medians")
     warm, cold = (median(column) for column in zip(*pairs, strict=True))
     faster = [cold_s / warm_s for warm_s, cold_s in pairs]
     table.add_row(

@@ -1,4 +1,4 @@
-"""How fast stored state comes back into the engine, beside moving the same bytes plainly."""
+"""Measures how fast stored state is restored, compared with plain copies of the same bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIGA = 1e9
 
 @dataclass(slots=True)
 class Speeds:
-    """GB/s of both ways to move the same bytes, one pair a round."""
+    """GB/s of restoring and of copying the same bytes, one pair per round."""
 
     ours: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
@@ -43,13 +43,13 @@ class Speeds:
 
 
 def measure_speeds(model: Path, rounds: int) -> dict[str, Speeds]:
-    """RAM, disk, and disk with its files in the page cache, measured in turns."""
+    """Measure RAM, disk, and disk with files in the page cache, in turns."""
     options = EngineOptions(path=model, parallel=1, context_tokens=2 * TOKENS, threads=2)
     engine = LlamaCppEngine(options)
     with tempfile.TemporaryDirectory(prefix="rekindle-bench-") as folder:
         bench = Bench(engine, Path(folder))
         try:
-            bench.run(1)  # the first time is slow for everybody
+            bench.run(1)  # the first round is slow for both
             return bench.run(3 * rounds)
         finally:
             bench.close()
@@ -69,7 +69,7 @@ class Bench:
         self._blocks = self._compute()
         self._blobs = [self._blob(block) for block in self._blocks]
         self._bytes = sum(map(len, self._blobs))
-        self._room = np.ones(self._bytes, np.uint8)  # touched, as the engine's memory is
+        self._room = np.ones(self._bytes, np.uint8)  # touch the pages, like the engine's memory
 
     def close(self) -> None:
         self._disk.close()
@@ -93,10 +93,8 @@ class Bench:
             move()
             kept.append(self._bytes / GIGA / (time.perf_counter() - started))
 
-    # -- preparing -----------------------------------------------------------------------------
-
     def _compute(self) -> list[Block]:
-        """A real state of so many tokens, in the store and on disk."""
+        """Compute a real state of this many tokens, and store it in RAM and on disk."""
         engine, step = self._engine, self._engine.capabilities.block_tokens
         sequence = engine.sequences.open(exact=False)
         parent = ROOT
@@ -129,8 +127,6 @@ class Bench:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(handle)
 
-    # -- moving --------------------------------------------------------------------------------
-
     def _restore(self, blobs: list[Blob]) -> None:
         sequence = self._engine.sequences.open(exact=False)
         for block, blob in zip(self._blocks, blobs, strict=True):
@@ -154,5 +150,5 @@ class Bench:
         self._restore([fetch.records[block.key].blob for block in self._blocks])
 
     def _read_all(self) -> None:
-        """All files into memory, as fetching has to."""
+        """Read all files into memory, as fetching does."""
         [(self._files / block.key.hex()).read_bytes() for block in self._blocks]

@@ -1,13 +1,13 @@
-"""What choosing a token costs, by compiled code and by NumPy, beside llama.cpp's own chain.
+"""Measures the cost of sampling in compiled code and in NumPy, compared with llama.cpp's chain.
 
-Run it with `python -m benchmarks.sampling`. Each row is given to all of them by turns, ten times
-each. The chain's time is that of copying its candidates, which stands for making them of logits,
-and of `llama_sampler_apply`.
+Run it with `python -m benchmarks.sampling`. Each sampler gets each row in turn, ten times. The time
+of the chain includes copying its candidates, in place of building them from logits, and
+`llama_sampler_apply`.
 
-Then whole steps, by rows and threads (`--steps`: these alone, without llama.cpp). Rows are written
-anew before each step, as an engine does, and more of them than caches hold; threads are woken
-before that, as for a step on a GPU. CPU time, of all threads, says what a step costs where other
-programs have the cores; what waits for the interpreter's lock does not show in it.
+Then it measures whole steps by rows and threads (`--steps`: only these, without llama.cpp). Rows
+are rewritten before each step, like an engine does, and there are more than fit into the caches.
+Threads are woken before that, like for a step on a GPU. CPU time of all threads shows the cost of a
+step when other programs use the cores. Waiting for the interpreter's lock is not part of it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 class Chain:
-    """llama.cpp's samplers in their usual order."""
+    """llama.cpp's samplers in their default order."""
 
     def __init__(self, library: Any, sampling: SamplingParams) -> None:
         self._library = library
@@ -119,7 +119,7 @@ class Chain:
 
 
 def rows(size: int) -> dict[str, Row]:
-    """From a model that is sure of some fifty tokens to one that has learnt nothing."""
+    """Rows of logits, from a model that is sure of some fifty tokens to an untrained one."""
     chance = np.random.default_rng(1)
     flat, wide = chance.normal(0, 1, size), chance.normal(0, 3, size)
     peaked = chance.normal(0, 2, size)
@@ -129,7 +129,7 @@ def rows(size: int) -> dict[str, Row]:
 
 
 def compare_us(library: Any, sampling: SamplingParams, row: Row) -> list[float]:
-    """Medians of compiled code, of NumPy and of the chain, by turns."""
+    """Median times of compiled code, NumPy and the chain, in turns."""
     chain = Chain(library, sampling)
     sides = [*(OneRow(sampling, each).measure_us for each in CHOOSERS.values()), chain.measure_us]
     measured: list[list[float]] = [[] for _ in sides]
@@ -141,7 +141,7 @@ def compare_us(library: Any, sampling: SamplingParams, row: Row) -> list[float]:
 
 
 class OneRow:
-    """A reply by itself."""
+    """A single reply."""
 
     def __init__(self, sampling: SamplingParams, compiled: ctypes.CDLL | None) -> None:
         self._step = StepSampler(1, compiled)
@@ -157,7 +157,7 @@ class OneRow:
 def measure_step_us(
     sampling: SamplingParams, row: Row, count: int, step: StepSampler
 ) -> tuple[int, int]:
-    """Medians of a step's time and of its CPU time."""
+    """Median wall time and CPU time of a step."""
     samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in range(count)]
     given = np.stack([np.roll(row, shift) for shift in range(count)])
     logits = given.copy()
@@ -200,7 +200,7 @@ def measure_steps() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", action="store_true", help="whole steps alone")
+    parser.add_argument("--steps", action="store_true", help="measure only whole steps")
     if not parser.parse_args().steps:
         compare_with_chain()
     measure_steps()

@@ -1,4 +1,4 @@
-"""What a server costs as its load grows: the real command over HTTP, on a tiny random model."""
+"""Measures how the cost of a server grows with its load, over HTTP with a tiny random model."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from rekindle.bench.client import Message, StreamedReply, connect
 from rekindle.bench.rig import prose
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # a script's path begins beside it, and the tests lie elsewhere
+sys.path.append(str(ROOT))  # the path of a script does not include the tests
 from tests.support.server import Server, running  # noqa: E402 - after the line above
 from tests.support.tiny import write_llama  # noqa: E402
 
-MOST_TOKENS = 40_000  # of the conversation
-SHORT_TOKENS = 1_024  # of each of many turns
+MAX_TOKENS = 40_000  # of the whole conversation
+SHORT_TOKENS = 1_024  # tokens of each concurrent turn
 FOLLOW_UPS = 3
 REPLY_TOKENS = 16
-QUIET_S = 1.0  # without a byte written: what a turn has to write is written
+QUIET_S = 1.0  # without a write, after which a turn has written everything
 POLL_S = 0.1
 TIMEOUT_S = 600
 
 
 def conversation(tokens: int, folder: Path) -> dict[str, float]:
-    """Follow-ups of a conversation of so many tokens: the whole turn, what of it is restoring state
-    (the rest is computing new tokens), and what each writes to the index beside its blocks."""
-    with _server(folder, MOST_TOKENS) as server, _http(server) as http:
-        text = prose(Random(0), tokens // 5)[:tokens]  # a byte is a token
+    """Measure follow-ups in a conversation of this many tokens: the whole turn, the part of
+    restoring state, and the bytes written to the index."""
+    with _server(folder, MAX_TOKENS) as server, _http(server) as http:
+        text = prose(Random(0), tokens // 5)[:tokens]  # each byte is one token
         history: list[Message] = [{"role": "user", "content": text}]
         _chat(http, history)
         _await_quiet(server)
@@ -57,9 +57,9 @@ def conversation(tokens: int, folder: Path) -> dict[str, float]:
 
 
 def concurrent_turns(count: int, folder: Path) -> dict[str, float]:
-    """So many turns sent at once, each with a short prompt of its own."""
+    """Measure this many concurrent turns with short prompts."""
     with _server(folder, SHORT_TOKENS) as server:
-        asyncio.run(_ask_at_once(server.url, 1))  # the first request is slow
+        asyncio.run(_ask_at_once(server.url, 1))  # warm-up, because the first request is slow
         started_s = time.perf_counter()
         replies = asyncio.run(_ask_at_once(server.url, count))
         taken_s = time.perf_counter() - started_s
@@ -86,9 +86,6 @@ async def _ask_at_once(url: str, count: int) -> list[StreamedReply]:
         return await asyncio.gather(*asked)
 
 
-# -- the server ----------------------------------------------------------------------------------
-
-
 @contextmanager
 def _server(folder: Path, context_tokens: int) -> Iterator[Server]:
     model = write_llama(folder / "tiny.gguf", context=context_tokens)
@@ -101,7 +98,8 @@ def _http(server: Server) -> httpx.Client:
 
 
 def _chat(http: httpx.Client, history: list[Message]) -> dict[str, float]:
-    """One turn, whose reply becomes part of the history; where the time to its first token went."""
+    """Run one turn, append its reply to the history, and return the stages until its first
+    token."""
     body = {"model": "tiny", "messages": history, "max_tokens": REPLY_TOKENS, "temperature": 0}
     answer = http.post("/v1/chat/completions", json=body).raise_for_status().json()
     history.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
@@ -109,11 +107,8 @@ def _chat(http: httpx.Client, history: list[Message]) -> dict[str, float]:
     return stages_s
 
 
-# -- what it writes; Linux only ------------------------------------------------------------------
-
-
 def _written_bytes(server: Server) -> int:
-    """All that the runtime has handed to `write` and its like."""
+    """All bytes that the runtime has written so far."""
     total = 0
     for pid in server.worker_pids():
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
@@ -126,7 +121,7 @@ def _block_bytes(folder: Path) -> int:
 
 
 def _await_quiet(server: Server) -> None:
-    """Until nothing has been written for a while."""
+    """Wait until nothing has been written for a while."""
     last, since_s = _written_bytes(server), time.monotonic()
     while time.monotonic() - since_s < QUIET_S:
         time.sleep(POLL_S)

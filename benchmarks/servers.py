@@ -1,4 +1,4 @@
-"""The two servers side by side, each in processes of its own, never both computing."""
+"""Starts the two servers in separate processes. Only one of them computes at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rekindle.bench import BenchFailed
 
-sys.path.append(str(Path(__file__).with_name("gpu")))  # what starts servers there, and here
+sys.path.append(str(Path(__file__).with_name("gpu")))  # the modules that start the servers
 from server_process import HOST, StartFailed, free_port, serving
 
 LLAMACPP = Path(__file__).with_name("llamacpp_server.py")
@@ -19,14 +19,14 @@ LLAMACPP = Path(__file__).with_name("llamacpp_server.py")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What both servers are given alike."""
+    """The settings that both servers share."""
 
     model: Path
     mmproj: Path | None = None
     slots: int
     threads: int = 2
     context: int = 8192
-    embedding_model: Path | None = None  # Rekindle's alone
+    embedding_model: Path | None = None  # only for Rekindle
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Server:
 
 @contextmanager
 def rekindle(setup: Setup, log: Path, cache_dir: Path | None = None) -> Iterator[Server]:
-    """Rekindle with an empty cache of its own, or with the one given."""
+    """Run Rekindle with the given cache folder, or with an empty one."""
     if cache_dir is None:
         with (
             tempfile.TemporaryDirectory(prefix="rekindle-bench-") as empty,
@@ -69,7 +69,7 @@ def llamacpp(setup: Setup, log: Path) -> Iterator[Server]:
 
 @contextmanager
 def mlx_lm(setup: Setup, log: Path) -> Iterator[Server]:
-    """mlx_lm's own server, with its prompt cache at its defaults."""
+    """Run mlx_lm's own server with its default prompt cache."""
     port = str(free_port())
     arguments = ["-m", "mlx_lm", "server", "--host", HOST, "--port", port]
     arguments += ["--model", str(setup.model), "--decode-concurrency", str(setup.slots)]

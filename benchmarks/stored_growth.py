@@ -1,4 +1,4 @@
-"""What the store costs as it grows: made of small synthetic blocks, without a model."""
+"""Measures how the cost of the store grows, with small synthetic blocks and without a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rekindle.protocol.admin import GetStats
 from rekindle.tokens import Tokens
 
 ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT))  # a script's path begins beside it, and the tests lie elsewhere
+sys.path.append(str(ROOT))  # the path of a script does not include the tests
 from tests.stress.storage_harness import StorageHarness, load  # noqa: E402 - after that line
 from tests.stress.trouble import block_files_with  # noqa: E402
 from tests.support.fake import FakeEngine  # noqa: E402
@@ -31,23 +31,25 @@ T = TypeVar("T")
 
 BLOCK_TOKENS = 4
 BLOB = b"\0" * 64
-CHAIN_BLOCKS = 32  # of one conversation, as long as 8,192 tokens in blocks of 256
+CHAIN_BLOCKS = 32  # blocks of one conversation: 8,192 tokens in blocks of 256
 TENANT_BLOCKS = 10
-REPEATS = 200  # of what is over in microseconds
+REPEATS = 200  # repeats of measurements that take microseconds
 PLENTY = 1 << 40
-EVENTS_EVERY = 1000  # blocks, so that the queue of the disk never stays full
+EVENTS_EVERY = 1000  # blocks per batch, so that the disk queue never stays full
 
 
 def blocks(count: int, folder: Path) -> dict[str, float]:
-    """A folder with so many blocks in conversations of moderate length, opened again by another
-    process as the server opens it: `opening` is the time until all of it is known, in which turns
-    are served."""
+    """Open a folder with this many blocks in a new process, like the server does.
+
+    The conversations have a moderate length. `opening` is the time until all blocks are known.
+    Turns are served during this time.
+    """
     _in_a_process(_fill, count, folder)
     return _in_a_process(_opened_again, folder)
 
 
 def _in_a_process(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """In one that ends with it: a server that starts finds the memory of the one before free."""
+    """Run it in a new process, so that memory of earlier measurements does not matter."""
     with ProcessPoolExecutor(1, get_context("spawn")) as process:
         return process.submit(work, *args, **kwargs).result()
 
@@ -64,8 +66,9 @@ def _opened_again(folder: Path) -> dict[str, float]:
 
 
 def chain_depth(count: int, folder: Path) -> dict[str, float]:
-    """One conversation of so many blocks: what each of its last blocks costs to put and to write,
-    what one more costs when memory is full, and a stop with all of it still to be written."""
+    """Measure one conversation of this many blocks: the cost of putting and writing each of its
+    last blocks, of one more block when memory is full, and of a stop with all blocks still to
+    write."""
     harness = _open(folder / "soon")
     namespace = harness.namespace()
     chain = _chain(namespace, count + REPEATS, seed=1)
@@ -86,7 +89,7 @@ def chain_depth(count: int, folder: Path) -> dict[str, float]:
 
 
 def _stop_s(count: int, folder: Path) -> float:
-    """A stop that has a whole chain to write."""
+    """The duration of a stop with a whole chain to write."""
     harness = _open(folder)
     namespace = harness.namespace()
     _put(harness, namespace, _chain(namespace, count, seed=1), WriteBack.LATE)
@@ -97,7 +100,7 @@ def _stop_s(count: int, folder: Path) -> float:
 
 
 def tenants(count: int, folder: Path) -> dict[str, float]:
-    """So many tenants with a few blocks each, and as many keys."""
+    """Measure this many tenants with a few blocks each."""
     harness = _open()
     for number in range(count):
         namespace = harness.namespace(b"%d" % number)
@@ -110,11 +113,11 @@ def tenants(count: int, folder: Path) -> dict[str, float]:
     }
 
 
-# -- filling -------------------------------------------------------------------------------------
-
-
 def _open(folder: Path | None = None) -> RuntimeHarness:
-    """Files are not synced: what that costs is the disk's affair, and the same at every size."""
+    """Open a store without syncing files.
+
+    The cost of syncing depends on the disk and not on the size.
+    """
     engine = FakeEngine(block_tokens=BLOCK_TOKENS)
     if folder is not None:
         folder.mkdir(exist_ok=True)
@@ -126,14 +129,14 @@ def _open(folder: Path | None = None) -> RuntimeHarness:
 
 
 def _open_stored(folder: Path) -> StorageHarness:
-    """The same with the storage of the server."""
+    """The same with the server's storage."""
     order = load(folder, ram_cache=PLENTY, disk_cache=PLENTY)
     engine = FakeEngine(block_tokens=BLOCK_TOKENS)
     return StorageHarness(engine, order, calls=Calls(fsync=lambda _handle: None))
 
 
 def _fill(count: int, folder: Path) -> None:
-    """Conversations on disk."""
+    """Write conversations to disk."""
     harness = _open_stored(folder)
     namespace = harness.namespace()
     for seed in range(-(-count // CHAIN_BLOCKS)):
@@ -145,12 +148,12 @@ def _fill(count: int, folder: Path) -> None:
 
 
 def _tokens(seed: int, at: int) -> Tokens:
-    """A block's tokens: no two chains and no two places share any."""
+    """The tokens of a block, which no other chain or position has."""
     return Tokens.of([seed, at, 1, 2])
 
 
 def _chain(namespace: bytes, count: int, seed: int) -> Iterator[tuple[bytes, Tokens]]:
-    """Each block's parent and tokens, the first block first."""
+    """The parent and the tokens of each block, in order."""
     parent = namespace
     for at in range(count):
         tokens = _tokens(seed, at)
@@ -176,11 +179,8 @@ def _remember(harness: RuntimeHarness, namespace: bytes, count: int, seed: int) 
     harness.entries.remember(Draft(namespace=namespace, tokens=Tokens.of(ids), text=b"%d" % seed))
 
 
-# -- measuring -----------------------------------------------------------------------------------
-
-
 def _eviction_s(harness: RuntimeHarness) -> float:
-    """What a new block costs when the last tier is full, so that another has to go for it."""
+    """The cost of a new block when the last tier is full, so that another block is evicted."""
     harness.take_events()
     budget = harness.store.tiers[-1].budget
     budget.limit_bytes = budget.used_bytes

@@ -1,4 +1,4 @@
-"""What Rekindle promises beside llama.cpp's own server, and whether a run kept it."""
+"""States the targets of Rekindle compared with llama.cpp's own server, and checks them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COMPARE = {"<=": operator.le, "<": operator.lt, ">=": operator.ge}
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Rounds of both servers, measured in turns: the n-th of one pairs with the other's."""
+    """Rounds of both servers, measured in turns. Rounds with the same number form a pair."""
 
     ours: Results
     theirs: Results
-    in_place_s: Sequence[float]  # one for each round of the article
+    in_place_s: Sequence[float]  # one per round of the article scenario
     loads: Sequence[Load]
 
 
@@ -28,7 +28,7 @@ class Comparison:
 class Target:
     label: str
     scenario: str
-    ratios: Callable[[Comparison], list[float]]  # one for each round
+    ratios: Callable[[Comparison], list[float]]  # one value per round
     sign: str
     bound: float
 
@@ -43,7 +43,7 @@ def _column(results: Results, scenario: str, figure: str) -> list[float]:
     return [measured.figures()[figure] for measured in results.rounds[scenario]]
 
 
-def _beside_peer(scenario: str, figure: str) -> Callable[[Comparison], list[float]]:
+def _over_peer(scenario: str, figure: str) -> Callable[[Comparison], list[float]]:
     def ratios(comparison: Comparison) -> list[float]:
         ours = _column(comparison.ours, scenario, figure)
         theirs = _column(comparison.theirs, scenario, figure)
@@ -52,7 +52,7 @@ def _beside_peer(scenario: str, figure: str) -> Callable[[Comparison], list[floa
     return ratios
 
 
-def _beside_in_place(comparison: Comparison) -> list[float]:
+def _over_in_place(comparison: Comparison) -> list[float]:
     turns_s = _column(comparison.ours, "article", "article_turn2_s")
     return [turn / alone for turn, alone in zip(turns_s, comparison.in_place_s, strict=True)]
 
@@ -66,35 +66,33 @@ def _schema_cost(comparison: Comparison) -> list[float]:
 
 
 TARGETS = (
-    Target(
-        "turn 2 / just its new tokens, context in place", "article", _beside_in_place, "<=", 1.3
-    ),
+    Target("turn 2 / just its new tokens, context in place", "article", _over_in_place, "<=", 1.3),
     Target("turn 1 / turn 2", "article", _cold_over_warm, ">=", 20),
     Target(
         "shared document, wall time, ours / theirs",
         "document",
-        _beside_peer("document", "document_wall_s"),
+        _over_peer("document", "document_wall_s"),
         "<=",
         0.35,
     ),
     Target(
         "agents, median warm first token, ours / theirs",
         "agents",
-        _beside_peer("agents", "agents_warm_s"),
+        _over_peer("agents", "agents_warm_s"),
         "<",
         1,
     ),
     Target(
         "pictures, first token of a second question, ours / theirs",
         "pictures",
-        _beside_peer("pictures", "pictures_second_s"),
+        _over_peer("pictures", "pictures_second_s"),
         "<=",
         1,
     ),
     Target(
         "pictures, first token of another conversation, ours / theirs",
         "pictures",
-        _beside_peer("pictures", "pictures_other_s"),
+        _over_peer("pictures", "pictures_other_s"),
         "<=",
         1,
     ),
@@ -102,63 +100,63 @@ TARGETS = (
     Target(
         "tool loop, median warm first token, ours / theirs",
         "toolloop",
-        _beside_peer("toolloop", "toolloop_warm_s"),
+        _over_peer("toolloop", "toolloop_warm_s"),
         "<",
         1,
     ),
     Target(
         "tool loop, worst warm first token, ours / theirs",
         "toolloop",
-        _beside_peer("toolloop", "toolloop_worst_s"),
+        _over_peer("toolloop", "toolloop_worst_s"),
         "<",
         1,
     ),
     Target(
         "hybrid, tokens computed, ours / theirs",
         "hybrid",
-        _beside_peer("hybrid", "hybrid_computed_tokens"),
+        _over_peer("hybrid", "hybrid_computed_tokens"),
         "<=",
         1,
     ),
     Target(
         "hybrid, two agents, tokens computed, ours / theirs",
         "hybrid",
-        _beside_peer("hybrid", "hybrid_agents_computed_tokens"),
+        _over_peer("hybrid", "hybrid_agents_computed_tokens"),
         "<=",
         1,
     ),
     Target(
         "decode, one stream, ours / theirs",
         "decode",
-        _beside_peer("decode", "decode_single_tokens_per_s"),
+        _over_peer("decode", "decode_single_tokens_per_s"),
         ">=",
         0.95,
     ),
     Target(
         "decode, streams together, ours / theirs",
         "decode",
-        _beside_peer("decode", "decode_together_tokens_per_s"),
+        _over_peer("decode", "decode_together_tokens_per_s"),
         ">=",
         0.95,
     ),
     Target(
         "sampled, one stream, ours / theirs",
         "sampled",
-        _beside_peer("sampled", "sampled_single_tokens_per_s"),
+        _over_peer("sampled", "sampled_single_tokens_per_s"),
         ">=",
         0.95,
     ),
     Target(
         "sampled, streams together, ours / theirs",
         "sampled",
-        _beside_peer("sampled", "sampled_together_tokens_per_s"),
+        _over_peer("sampled", "sampled_together_tokens_per_s"),
         ">=",
         0.95,
     ),
     Target(
-        "crowd, median first token of a kept one, ours / theirs",
+        "crowd, median first token of a kept conversation, ours / theirs",
         "crowd",
-        _beside_peer("crowd", "crowd_again_s"),
+        _over_peer("crowd", "crowd_again_s"),
         "<=",
         1,
     ),

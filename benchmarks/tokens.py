@@ -1,4 +1,4 @@
-"""What matching, comparing and naming the tokens of a long prompt costs beside the engine.
+"""Measures the cost of matching, comparing and hashing the tokens of a long prompt.
 
 Run it with `python -m benchmarks.tokens`.
 """
@@ -17,16 +17,16 @@ from rekindle.tokens import TokenBuffer, Tokens
 
 PROMPT_TOKENS = 32_768
 BLOCK_TOKENS = 64
-SYSTEM_TOKENS = 1024  # what the other conversations have in common with the prompt
+SYSTEM_TOKENS = 1024  # common prefix of the prompt and the other conversations
 OTHERS = 2000
-OTHER_TOKENS = 128  # of each of them, after the common beginning
+OTHER_TOKENS = 128  # of each conversation, after the common prefix
 ROUNDS = 50
 NAMESPACE = b"n" * 32
 STATE = bytes(64)
 
 
 def keep(store: Store, tokens: Tokens) -> None:
-    """Store a conversation block by block, as a finished turn does."""
+    """Store a conversation block by block, like a finished turn."""
     parent = NAMESPACE
     for start in range(0, len(tokens), BLOCK_TOKENS):
         block = tokens[start : start + BLOCK_TOKENS]
@@ -36,7 +36,7 @@ def keep(store: Store, tokens: Tokens) -> None:
 
 
 def name(tokens: Tokens) -> bytes:
-    """The chain key of a prompt's last block."""
+    """The chain key of the last block of a prompt."""
     key = NAMESPACE
     for start in range(0, len(tokens), BLOCK_TOKENS):
         key = chain_key(key, tokens[start : start + BLOCK_TOKENS])

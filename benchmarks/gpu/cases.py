@@ -1,4 +1,7 @@
-"""What is measured: a case asks one server, fresh and alone on the machine, and names figures."""
+"""Defines the measurements.
+
+A case asks one fresh server, alone on the machine, and yields figures.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "with
 GREEDY: dict[str, Any] = {"temperature": 0}
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 0, "min_p": 0}
 WARM_UP_TOKENS = 3000
-PAUSE_S = 0.5  # between two turns: what a server does after one is not part of the next
+PAUSE_S = 0.5  # pause between turns; work after a turn must not count for the next one
 ASK_TIMEOUT_S = 180.0
-#: Ours ends a stream with what it reused, and where the time to the first token went.
+#: Rekindle ends a stream with a report on reuse and on the stages until the first token.
 REPORT: dict[str, Any] = {"use_kv_cache": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Lengths in tokens; a word of a prompt is one."""
+    """Lengths in tokens. Each word of a prompt is one token."""
 
     long: int = 32_768
     middle: int = 16_384
@@ -36,7 +39,9 @@ class Sizes:
     idle: int = 200_000
     stream_tokens: int = 256
     streams: tuple[int, ...] = (1, 8, 32, 64)
-    one_conversation: float = 0.06  # the share of free memory that holds one long one, not two
+    one_conversation: float = (
+        0.06  # share of free memory that holds one long conversation but not two
+    )
     churn_s: float = 60.0
 
     @property
@@ -54,7 +59,7 @@ Figures = dict[str, float]
 
 @dataclass(slots=True)
 class Run:
-    """One case on one side; `note` adds what explains a figure."""
+    """One case on one side. `note` adds an explanation of a figure."""
 
     side: Side
     sizes: Sizes
@@ -64,7 +69,7 @@ class Run:
 
     @contextmanager
     def running(self, needs: Needs) -> Iterator[int]:
-        """The port of a server that has computed something already."""
+        """The port of a server that has already computed something."""
         with self.side.running(needs, self.case) as port:
             warm_up(port, needs)
             yield port
@@ -75,7 +80,7 @@ class Run:
 
 
 class Conversation:
-    """A text of so many tokens, and turns about it that add little."""
+    """A text of this many tokens, and short turns about it."""
 
     def __init__(self, port: int, tokens: int, seed: int) -> None:
         self._port = port
@@ -83,7 +88,7 @@ class Conversation:
         self._messages = [{"role": "system", "content": text}, {"role": "user", "content": "So?"}]
 
     def at(self, port: int) -> Conversation:
-        """The same on a server that was started again."""
+        """The same on a restarted server."""
         self._port = port
         return self
 
@@ -103,7 +108,7 @@ def words(count: int, seed: int) -> str:
 
 
 def stream_bodies(count: int, tokens: int, seed: int, way: dict[str, Any]) -> list[dict[str, Any]]:
-    """Prompts of about a hundred tokens that share no beginning."""
+    """Prompts of about a hundred tokens without a common prefix."""
     return [
         {
             "messages": [{"role": "user", "content": f"{seed * 1000 + at} {words(70, at)}"}],
@@ -125,7 +130,7 @@ def decode_median(port: int, streams: int, tokens: int, seed: int, rounds: int) 
 
 
 def warm_up(port: int, needs: Needs) -> None:
-    """What a device does for the first time is in no figure."""
+    """Exclude first-time work of the device from all figures."""
     Conversation(port, min(WARM_UP_TOKENS, needs.context // 2), seed=999).turn()
     decode(port, 2, 8, seed=998)
 
@@ -181,7 +186,8 @@ def streams(run: Run) -> Iterator[Figures]:
 
 
 def sampled(run: Run) -> Iterator[Figures]:
-    """Fewer tokens: over a flat distribution the peer takes a quarter of a second for a step."""
+    """Uses fewer tokens, because the peer takes a quarter of a second per step for a flat
+    distribution."""
     rounds = run.rounds if run.is_ours else 1
     tokens = run.sizes.stream_tokens // (1 if run.is_ours else 4)
     yield from _streams(run, "sampled", SAMPLED, tokens, rounds)
@@ -200,12 +206,12 @@ def _streams(
 
 
 def by_turns(run: Run) -> Iterator[Figures]:
-    """A and B by turns, where the pool has room for one of them."""
+    """Two conversations take turns, and only one fits into the pool."""
     yield {"a-b-a.parked ms": _by_turns(run, None)}
 
 
 def by_turns_ram(run: Run) -> Iterator[Figures]:
-    """The same with no idle state on the device: it comes back from RAM."""
+    """The same without idle state on the device, so that it comes back from RAM."""
     yield {"a-b-a.ram ms": _by_turns(run, 0.0)}
 
 
@@ -226,7 +232,7 @@ def _by_turns(run: Run, park_fraction: float | None) -> float:
 
 
 def disk(run: Run) -> Iterator[Figures]:
-    """After a restart, from files that are still in the page cache."""
+    """Second turns after a restart, from files in the page cache."""
     if not run.is_ours:
         return
     needs = Needs(slots=4, context=run.sizes.long_context, on_disk=True)
@@ -239,7 +245,7 @@ def disk(run: Run) -> Iterator[Figures]:
 
 
 def document(run: Run) -> Iterator[Figures]:
-    """Sixteen questions at once on one document that is new."""
+    """Sixteen concurrent questions about one new document."""
     taken_s = []
     needs = Needs(slots=16, peer_slots=8, context=run.sizes.document * 3 // 2)
     with run.running(needs) as port:
@@ -264,7 +270,7 @@ def document(run: Run) -> Iterator[Figures]:
 
 
 def agents(run: Run) -> Iterator[Figures]:
-    """Six agents by turns over four slots; each turn brings a few hundred tokens of results."""
+    """Six agents take turns in four slots. Each turn adds a few hundred tokens of results."""
     sizes = run.sizes
     with run.running(Needs(slots=4, context=sizes.middle + 4096)) as port:
         talks = [Conversation(port, sizes.middle, seed) for seed in range(6)]
@@ -279,7 +285,7 @@ def agents(run: Run) -> Iterator[Figures]:
 
 
 def mixed(run: Run) -> Iterator[Figures]:
-    """A long cold prompt beside eight streams."""
+    """A long cold prompt while eight streams run."""
     sizes = run.sizes
     lead_s = 1.0
     with run.running(Needs(slots=16, peer_slots=9, context=sizes.long_context)) as port:
@@ -299,7 +305,7 @@ def mixed(run: Run) -> Iterator[Figures]:
 
 
 def churn(run: Run) -> Iterator[Figures]:
-    """One stream before and after a time of turns of all lengths."""
+    """One stream before and after a period of turns of all lengths."""
     sizes, chance = run.sizes, Random(5)
     with run.running(Needs(slots=16, peer_slots=8, context=sizes.long_context)) as port:
         before = decode_median(port, 1, sizes.stream_tokens, 1, run.rounds)
@@ -320,7 +326,7 @@ def churn(run: Run) -> Iterator[Figures]:
 
 
 def exact(run: Run) -> Iterator[Figures]:
-    """Answers with their log probabilities, digit by digit, from every place of the state."""
+    """Answers with log probabilities must be equal for every location of the state."""
     if not run.is_ours:
         return
     needs = Needs(slots=2, context=run.sizes.short * 2, on_disk=True, flags=("--exact",))

@@ -1,6 +1,6 @@
-"""The limit that no server passes: llama.cpp's own calls, through our bindings and nothing else.
+"""Measures the limit of every server: llama.cpp's own calls through our bindings.
 
-It prints figures as lines of JSON, under the names that the cases of the servers have.
+It prints figures as lines of JSON, with the names of the servers' cases.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows
 
 STEP_TOKENS = 2048
 PROMPT_TOKENS = 100
-FIRST_STEPS = 40  # that are a hundred tokens deep, nearly
+FIRST_STEPS = 40  # that are nearly a hundred tokens long
 WARM_UP_STEPS = 5
 SPARE = 64
 
 
 class Caller:
-    """A model, and contexts of it one after the other."""
+    """A model and its contexts, one after the other."""
 
     def __init__(self, path: Path, threads: int) -> None:
         self.library: Any = bindings.load_library()
@@ -68,7 +68,7 @@ class _Context:
         self._arrays = BatchArrays(STEP_TOKENS)
 
     def call(self, rows: Sequence[BatchRows]) -> list[Any]:
-        """The logits that were asked for; reading the first waits for the device."""
+        """The requested logits. Reading the first of them waits for the device."""
         batch, last = self._arrays.fill(rows)
         if status := self._library.llama_decode(self._native, batch):
             raise RuntimeError(f"llama_decode failed with status {status}")
@@ -104,11 +104,11 @@ def _tokens(count: int, seed: int, vocabulary: int) -> list[int]:
 
 
 def steps(caller: Caller, sizes: Sizes) -> Iterator[Figures]:
-    """Steps of so many rows, as many as the servers' replies have tokens, behind as long prompts:
-    in one pool, as both servers have it, and with a stream of cells for each row."""
+    """Measure steps of this many rows, with the lengths of the servers' prompts and replies: in one
+    pool, as in both servers, and with separate cells per row."""
     for count in sizes.streams:
         taken, greedy = _replies(caller, count, sizes.stream_tokens, unified=True)
-        step_ms = fmean(taken)  # some steps make a new CUDA graph
+        step_ms = fmean(taken)  # some steps build a new CUDA graph
         yield {
             f"streams-{count}.step ms": step_ms,
             f"streams-{count}.median step ms": median(taken),
@@ -127,7 +127,7 @@ def steps(caller: Caller, sizes: Sizes) -> Iterator[Figures]:
 def _replies(
     caller: Caller, count: int, tokens: int, *, unified: bool
 ) -> tuple[list[float], list[float]]:
-    """The time of each step, and with the choice of its tokens."""
+    """The time of each step, without and with sampling."""
     cells = count * (PROMPT_TOKENS + tokens + SPARE) + 256
     taken, greedy = [], []
     with caller.context(
@@ -144,7 +144,7 @@ def _replies(
 
 
 def cold(caller: Caller, sizes: Sizes) -> Iterator[Figures]:
-    """Long prompts on an empty pool, and a few tokens behind them."""
+    """Long prompts on an empty pool, and a few tokens after them."""
     lengths = {"4k": sizes.short, "16k": sizes.middle, "32k": sizes.long}
     with caller.context(sizes.long_context, 1) as context:
         context.prefill(0, _tokens(600, 1, caller.vocabulary))
@@ -171,7 +171,7 @@ def main() -> None:
         try:
             for figures in part(caller, sizes):
                 print(json.dumps(figures), flush=True)
-        except Exception as error:  # what is left is measured all the same
+        except Exception as error:  # measure the rest anyway
             print(json.dumps({"failed": f"{part.__name__}: {error}"}), flush=True)
 
 

@@ -1,7 +1,7 @@
-"""Rekindle beside llama.cpp's server and the limit of its raw calls, on a machine with a GPU.
+"""Compares Rekindle with llama.cpp's server and with its raw calls, on a machine with a GPU.
 
 `python benchmarks/gpu/run.py --model 8b --cases idle,streams --raw --ours --peer`; see README.md.
-Figures are printed and written to `--out` as they come; a case that fails stops no other.
+Figures are printed and written to `--out` immediately. A case that fails does not stop the others.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ HERE = Path(__file__).parent
 
 
 class CaseTimeout(Exception):
-    """A case took longer than it may."""
+    """A case exceeded its time limit."""
 
 
 class Results:
-    """Figures by name and side, on disk after each of them."""
+    """Figures by name and side. Each is written to disk immediately."""
 
     def __init__(self, folder: Path, model: str) -> None:
         self._path = folder / f"results-{model}.json"
@@ -126,25 +126,34 @@ def measure(results: Results, side: Side, case: str, options: argparse.Namespace
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=("8b", "1b", "tiny"), default="8b")
-    parser.add_argument("--cases", default=",".join(CASES), help=f"of {', '.join(CASES)}")
+    parser.add_argument(
+        "--cases", default=",".join(CASES), help=f"comma-separated list of {', '.join(CASES)}"
+    )
     parser.add_argument("--ours", action="store_true", help="measure Rekindle")
     parser.add_argument("--peer", action="store_true", help="measure llama-server")
     parser.add_argument("--raw", action="store_true", help="measure the raw calls")
     parser.add_argument("--out", type=Path, default=Path("bench-results/gpu"))
     parser.add_argument(
-        "--scratch", type=Path, default=Path("build/gpu-scratch"), help="for logs and stored state"
+        "--scratch",
+        type=Path,
+        default=Path("build/gpu-scratch"),
+        help="folder for logs and stored state",
     )
     parser.add_argument("--models", type=Path, default=Path("build/gpu-models"))
-    parser.add_argument("--vocabulary", type=Path, help="GGUF file with it (default: SmolLM2)")
+    parser.add_argument(
+        "--vocabulary", type=Path, help="GGUF file with the vocabulary (default: SmolLM2)"
+    )
     parser.add_argument("--llama-server", type=Path, default=os.environ.get("LLAMA_SERVER"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--patience", type=float, default=1.0, help="multiplies every time limit")
+    parser.add_argument("--patience", type=float, default=1.0, help="factor for all time limits")
     parser.add_argument("--ram-cache", default="50GiB")
     parser.add_argument("--disk-cache", default="20GB")
-    parser.add_argument("--always-on-disk", action="store_true", help="also where nothing is read")
-    parser.add_argument("--ours-flags", default="", help="more flags of rekindle serve")
-    parser.add_argument("--peer-flags", default="", help="more flags of llama-server")
+    parser.add_argument(
+        "--always-on-disk", action="store_true", help="write state to disk in all cases"
+    )
+    parser.add_argument("--ours-flags", default="", help="additional flags of rekindle serve")
+    parser.add_argument("--peer-flags", default="", help="additional flags of llama-server")
     options = parser.parse_args()
     if unknown := set(options.cases.split(",")) - set(CASES) - {""}:
         parser.error(f"unknown cases {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")

@@ -1,4 +1,4 @@
-"""A server in a process of its own: started, waited for, ended. The standard library alone."""
+"""Starts a server in its own process, waits for it and ends it, with only the standard library."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from pathlib import Path
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 150
-STOP_TIMEOUT_S = 120  # ours writes its state to disk before it ends
-_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # whatever the environment
+STOP_TIMEOUT_S = 120  # Rekindle writes its state to disk before it ends
+_direct = urllib.request.build_opener(
+    urllib.request.ProxyHandler({})
+)  # independent of the environment
 
 
 class StartFailed(Exception):
-    """A server that did not become healthy."""
+    """The server did not become healthy."""
 
 
 def free_port() -> int:
@@ -30,7 +32,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(command: Sequence[str], port: int, log: Path) -> Iterator[int]:
-    """The process id of a healthy server; it has ended on every way out."""
+    """The process id of a healthy server, which is ended on every way out."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         output.write(f"\n$ {shlex.join(command)}\n".encode())

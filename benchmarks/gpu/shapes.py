@@ -1,7 +1,7 @@
-"""Models of random f16 weights in the shapes of real ones, around a real vocabulary.
+"""Writes models with random f16 weights in the shapes of real models, and a real vocabulary.
 
-`python benchmarks/gpu/shapes.py MODEL.gguf FILE` cuts the vocabulary, about 2 MB, out of a model,
-for a machine that the model itself is too large to be brought to.
+`python benchmarks/gpu/shapes.py MODEL.gguf FILE` extracts the vocabulary, about 2 MB, from a model.
+This helps on a machine to which the model is too large to copy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rekindle.models.bert_gguf import BOOL, Field, Tensor, write_gguf
 from rekindle.models.gguf import ARRAY, FIXED_BYTES, MAGIC, STRING, HeaderReader
 
 CONTEXT_TOKENS = 131_072
-RANDOM_VALUES = 1 << 24  # that all weights are taken from, for 16 GB in seconds
+RANDOM_VALUES = 1 << 24  # random values for all weights, so that 16 GB take only seconds
 SCALE = 0.02
 FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", BOOL: "<?", 10: "<Q"}
 LONGEST_TEXT = 1 << 20
@@ -63,17 +63,17 @@ class ModelShape:
 
 
 SHAPES = {
-    "8b": ModelShape(36, 4096, 12_288, 32, 8),  # of Qwen3-8B
+    "8b": ModelShape(36, 4096, 12_288, 32, 8),  # shape of Qwen3-8B
     "1b": ModelShape(20, 2048, 6144, 16, 8),
     "tiny": ModelShape(2, 128, 256, 2, 1),
 }
 
 
 def read_vocabulary(path: Path) -> dict[str, Field]:
-    """The fields of a GGUF file about its tokenizer."""
+    """The tokenizer fields of a GGUF file."""
     with path.open("rb") as file:
         header = HeaderReader(file, path.stat().st_size)
-        header.skip(len(MAGIC) + 4 + 8)  # the version, and how many tensors
+        header.skip(len(MAGIC) + 4 + 8)  # version and number of tensors
         fields: dict[str, Field] = {}
         for _ in range(header.u64()):
             key = header.string(LONGEST_TEXT).decode()
@@ -94,7 +94,7 @@ def _read(header: HeaderReader, kind: int) -> Any:
 
 
 def write_model(shape: ModelShape, vocabulary: Mapping[str, Field], path: Path) -> None:
-    """Every weight matrix is a run of the same random values from another place."""
+    """Each weight matrix is a section of the same random values."""
     tokens = vocabulary["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     shapes = shape.tensors(len(tokens))
@@ -114,7 +114,7 @@ def write_model(shape: ModelShape, vocabulary: Mapping[str, Field], path: Path) 
 
 
 def find_or_write(name: str, vocabulary: Path, folder: Path) -> Path:
-    """The model in the folder, written unless an earlier run has."""
+    """The model in the folder, which is written unless an earlier run did so."""
     path = folder / f"random-{name}.gguf"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The two servers, started one after the other with what a case wants of them."""
+"""Starts the two servers one after the other with the options of a case."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pathlib import Path
 from server_process import free_port, serving
 
 HERE = Path(__file__).parent
-STAND_IN = HERE.parent / "llamacpp_server.py"  # llama.cpp's server inside the xllamacpp package
+STAND_IN = HERE.parent / "llamacpp_server.py"  # runs llama.cpp's server from the xllamacpp package
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a case wants of a server; None and empty: the usual."""
+    """The options of a case. None and empty mean the default."""
 
     slots: int
-    context: int  # tokens of one conversation
-    peer_slots: int | None = None  # where llama-server has fewer, as its memory is slots x context
+    context: int  # maximum tokens of one conversation
+    peer_slots: int | None = None  # for llama-server, whose memory is slots x context
     kv_fraction: float | None = None
     park_fraction: float | None = None
-    on_disk: bool = False  # else a server would write gigabytes at its end, that nobody reads
-    flags: Sequence[str] = ()  # of ours, for this case alone
+    on_disk: bool = False  # otherwise the server writes gigabytes at its end that nobody reads
+    flags: Sequence[str] = ()  # Rekindle's flags for this case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What does not change from case to case."""
+    """The options that are the same for all cases."""
 
     model: Path
     folder: Path  # for logs and stored state
@@ -57,7 +57,7 @@ class Side:
 
     @contextmanager
     def running(self, needs: Needs, label: str) -> Iterator[int]:
-        """The port of a healthy server; it has ended on every way out."""
+        """The port of a healthy server, which is ended on every way out."""
         port = free_port()
         log = self.machine.folder / f"{self.name}-{label}.log"
         with serving(self.command(needs, port), port, log):

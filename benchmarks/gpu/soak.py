@@ -1,10 +1,10 @@
-"""Whether a build computes steps of all sizes without an error, over and over.
+"""Checks that a build computes steps of all sizes without errors for a long time.
 
-python benchmarks/gpu/soak.py MODEL.gguf --seconds 60 [--raw]
+    python benchmarks/gpu/soak.py MODEL.gguf --seconds 60 [--raw]
 
-`--raw` makes llama.cpp's calls and nothing else; without it a runtime in this process has as many
-streams come and go, is idle between them, and parks and exports what they leave. It prints what it
-computed; a device that fails ends the process, with llama.cpp's message.
+`--raw` makes only llama.cpp's calls. Without it, a runtime in this process starts and ends streams,
+is idle in between, and parks and offloads their state. It prints what it computed. A failing device
+ends the process with llama.cpp's message.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.batch import BatchRows
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.protocol.events import Finished
+
+sys.path.append(str(Path(__file__).parents[2]))  # the path of a script does not include the tests
+
 from tests.support.harness import RuntimeHarness
 
 STREAMS = 64
 CELLS = 8192
-MOST_ROWS = 128
-SAME_STEPS = 24  # more than any build waits for before it makes a CUDA graph
+MAX_ROWS = 128
+SAME_STEPS = 24  # any build creates a CUDA graph after fewer steps
 REPORT_S = 10.0
 
 
 def soak_calls(path: Path, seconds: float, _chance: Random) -> None:
-    """Steps of one row, of two, and so on, each size often enough to become a CUDA graph."""
+    """Steps with one row, two rows and so on, each often enough to become a CUDA graph."""
     caller = Caller(path, 8)
     steps, until_s = 0, time.monotonic() + seconds
-    with caller.context(CELLS, MOST_ROWS) as context:
+    with caller.context(CELLS, MAX_ROWS) as context:
         while time.monotonic() < until_s:
-            for count in range(1, MOST_ROWS + 1):
+            for count in range(1, MAX_ROWS + 1):
                 rows = [BatchRows(slot, 0, [1000 + slot], True) for slot in range(count)]
                 for _ in range(SAME_STEPS):
                     context.argmax(context.call(rows)[:1])
@@ -77,7 +80,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--raw", action="store_true", help="llama.cpp's calls alone")
+    parser.add_argument("--raw", action="store_true", help="make only llama.cpp's calls")
     given = parser.parse_args()
     soak = soak_calls if given.raw else soak_runtime
     soak(given.model, given.seconds, Random(given.seed))

@@ -1,7 +1,7 @@
-"""Streamed chat completions for next to nothing: raw sockets, events counted and not parsed.
+"""Reads streamed chat completions at very low cost, with raw sockets and without parsing events.
 
-Many streams are read by several processes; one of them runs this file, with its requests as JSON on
-stdin and what came of them as JSON on stdout.
+Several processes read many streams. Each runs this file, with requests as JSON on stdin and results
+as JSON on stdout.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ STREAMS_A_PROCESS = 16
 
 
 class AskFailed(Exception):
-    """A server's answer is not what was asked for."""
+    """The server's answer is not a successful stream."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One stream: when what arrived, in seconds of the machine's clock."""
+    """One stream with the arrival times of its chunks, in seconds of the machine's clock."""
 
     sent_s: float
     first_s: float = 0.0
-    arrivals: list[tuple[float, int]] = field(default_factory=list)  # chunks with text so far
+    arrivals: list[tuple[float, int]] = field(
+        default_factory=list
+    )  # number of chunks with text so far
     tail: str = ""
     text: str = ""
 
@@ -46,12 +48,14 @@ class Answer:
 
     @property
     def tier(self) -> str:
-        """Where Rekindle says that the state was."""
+        """The tier from which Rekindle reused the state."""
         _, found, rest = self.tail.partition("event: x_cache")
         if not found:
             return ""
         report = json.loads(rest.partition("data: ")[2].partition("\n")[0])
-        told = self.tail.partition('"first_token_time":')[2]  # with the usage, before the report
+        told = self.tail.partition('"first_token_time":')[
+            2
+        ]  # the event with the usage, before the report
         stages = json.loads(told[: told.find("}") + 1]).items() if told else ()
         spent = ", ".join(f"{stage} {spent_s * 1000:.0f}" for stage, spent_s in stages)
         found = f"{report['status']} from {report['tier']}, {report['reused_tokens']} tokens"
@@ -62,7 +66,7 @@ class Answer:
 
 
 class _Stream:
-    """One connection, between its request and the end of its answer."""
+    """One connection, from its request to the end of its answer."""
 
     def __init__(self, port: int, body: dict[str, Any]) -> None:
         self.keeps_text = bool(body.pop("keep_text", False))
@@ -85,7 +89,7 @@ class _Stream:
         self.socket.setblocking(False)
 
     def read(self) -> bool:
-        """Take in what has arrived; whether the answer goes on."""
+        """Read what has arrived. False at the end of the answer."""
         try:
             part = self.socket.recv(READ_BYTES)
         except BlockingIOError:
@@ -116,7 +120,7 @@ class _Stream:
 
 
 def _text(body: bytes) -> str:
-    """What the stream says; a chunk of the transfer may begin in the middle of an event."""
+    """The text of the stream. A transfer chunk may begin in the middle of an event."""
     found = []
     for line in _unchunked(body).split(b"\n"):
         if line.startswith(b"data: {"):
@@ -140,7 +144,7 @@ def _unchunked(body: bytes) -> bytes:
 
 
 def ask_all(port: int, bodies: Sequence[dict[str, Any]], timeout_s: float) -> list[Answer]:
-    """All at once, in this process."""
+    """Send all requests concurrently from this process."""
     streams = [_Stream(port, dict(body)) for body in bodies]
     return _drive(streams, timeout_s)
 
@@ -171,7 +175,7 @@ def ask(port: int, body: dict[str, Any], timeout_s: float) -> Answer:
 
 
 def ask_many(port: int, bodies: Sequence[dict[str, Any]], timeout_s: float) -> list[Answer]:
-    """All at once, by as many processes as keep up with them."""
+    """Send all requests concurrently, from several processes if there are many."""
     if len(bodies) <= STREAMS_A_PROCESS // 2:
         return ask_all(port, bodies, timeout_s)
     shares = [
@@ -179,7 +183,7 @@ def ask_many(port: int, bodies: Sequence[dict[str, Any]], timeout_s: float) -> l
     ]
     with _readers(shares, port, timeout_s) as readers:
         for reader in readers:
-            _line(reader)  # every one has its connections
+            _line(reader)  # each process has its own connections
         for reader in readers:
             assert reader.stdin
             reader.stdin.write("go\n")
@@ -226,14 +230,15 @@ def _line(reader: subprocess.Popen[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens a second of several streams."""
+    """Tokens per second of several streams."""
 
-    steady: float  # while all of them were being answered
+    steady: float  # while all streams were active
     whole: float  # from the first request to the last token
 
     @classmethod
     def of(cls, answers: Sequence[Answer], tokens_each: int) -> Rate:
-        """Chunks are scaled to tokens: one may be half a character and come with the next."""
+        """Scale chunks to tokens, because a chunk may contain several tokens or half a
+        character."""
         start_s = max(answer.first_s for answer in answers)
         stop_s = min(answer.end_s for answer in answers)
         sent_s = min(answer.sent_s for answer in answers)
@@ -247,7 +252,7 @@ class Rate:
 
 
 def token_ms(answers: Sequence[Answer], start_s: float, stop_s: float) -> float:
-    """The time that a chunk of a stream took inside a span, on average."""
+    """The average time between chunks of a stream in a time span."""
     chunks = [answer.chunks_by(stop_s) - answer.chunks_by(start_s) for answer in answers]
     return (stop_s - start_s) * 1000 / max(sum(chunks) / len(chunks), 0.5)
 

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes, without HTTP: the runtime in this process, its parts timed.
+"""Measures where the time of a decode step goes, with a runtime in this process and without HTTP.
 
 python -m benchmarks.gpu.step_times MODEL.gguf --streams 32 --temperature 0.8
 """
@@ -30,15 +30,15 @@ PARTS = (
     (LlamaCppEngine, "launch"),
     (LlamaCppEngine, "launch_next"),
     (LlamaCppEngine, "collect"),
-    (Context, "decode"),  # until the device has its work
+    (Context, "decode"),  # until the device has started
     (Context, "decode_next"),
-    (Context, "logits"),  # until it is done
+    (Context, "logits"),  # until the device has finished
     (StepSampler, "sample"),
 )
 
 
 class Times:
-    """Seconds spent in functions, and how often."""
+    """Total seconds and number of calls per function."""
 
     def __init__(self) -> None:
         self.spent_s: defaultdict[str, float] = defaultdict(float)
