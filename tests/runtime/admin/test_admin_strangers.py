@@ -1,7 +1,7 @@
-"""A tenant that sends another's names learns nothing, not even from the time it takes.
+"""A tenant that sends the names of another learns nothing, not even from the response time.
 
-Time is not measured: the same lines of the program are run, in the same order, for a name that is
-another tenant's as for one that is nobody's.
+The tests do not measure time. They check that a name of another tenant and an unknown name run the
+same lines of code in the same order.
 """
 
 from __future__ import annotations

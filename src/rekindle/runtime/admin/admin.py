@@ -32,6 +32,7 @@ from rekindle.runtime.reuse.sessions import MESSAGE, NUMBER, SESSION, Pins
 from rekindle.runtime.storage.storage import Storage
 
 Reply = Callable[[ops.AdminResult], None]
+Removal = ops.DeleteEntry | ops.RemoveSession | ops.RemoveOld | ops.CollectExpired
 
 
 class Admin:
@@ -118,26 +119,19 @@ class Admin:
             lambda durable: reply(replace(self._cache_info.info(entry), durable=durable))
         )
 
-    def _remove(
-        self,
-        op: ops.DeleteEntry | ops.RemoveSession | ops.RemoveOld | ops.CollectExpired,
-        view: View,
-        own: bytes,
-    ) -> Pieces[ops.Removed]:
-        remove, entries = self._entries.remove, self._entries
+    def _remove(self, op: Removal, view: View, own: bytes) -> Pieces[ops.Removed]:
+        entries, remove = self._entries, self._entries.remove
         match op:
             case ops.DeleteEntry(key):
-                return (yield from _removing([self._find(view, key)], remove))
+                return _removing([self._find(view, key)], remove)
             case ops.RemoveSession(name):
-                return (yield from _removing(self._of_session(own, name), remove))
+                return _removing(self._of_session(own, name), remove)
             case ops.CollectExpired():
-                return (yield from _removing(entries.index.of(view), entries.expire))
+                return _removing(entries.index.of(view), entries.expire)
             case ops.RemoveOld(seconds):
-                return (
-                    yield from _removing(
-                        entries.index.of(view),
-                        lambda entry: remove(entry) if entries.is_older(entry, seconds) else None,
-                    )
+                return _removing(
+                    entries.index.of(view),
+                    lambda entry: remove(entry) if entries.is_older(entry, seconds) else None,
                 )
 
     def _of_session(self, own: bytes, name: int | str) -> list[Entry]:

@@ -49,10 +49,8 @@ class CacheInfo:
         preview: Preview,
         count_turns: Callable[[View], TurnCounts],
     ) -> None:
-        self._storage = storage
-        self._entries = storage.entries
-        self._store = storage.store
-        self._clock = storage.clock
+        self._storage, self._store = storage, storage.store
+        self._entries, self._clock = storage.entries, storage.clock
         self._planner = planner
         self._preview = preview
         self._count_turns = count_turns

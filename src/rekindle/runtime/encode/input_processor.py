@@ -181,18 +181,14 @@ class InputProcessor:
             digests = [picture.digest.hex() for picture in about.pictures]
             messages = with_digests(messages, digests)
             pictures = RequestPictures.of(about.pictures, self._picture_tokens, tenant)
-            self._check_pictures(digests, pictures)
+            least = sum(len(pictures.in_prompt[picture_text(digest)]) for digest in digests)
+            self._check_fits(least, "messages", pictures=len(digests), at_least=True)
         if about.normalise:
             names = self._normalisers if about.normalise is True else about.normalise
             shown, tools, changes = normalise(messages, tools, names)
             messages = [dict(message) for message in shown]
         self._check_size([messages, tools], "messages")
         return structs.replace(about, messages=messages, tools=tools), pictures, changes
-
-    def _check_pictures(self, digests: list[str], pictures: RequestPictures) -> None:
-        sizes = {text: len(tokens) for text, tokens in pictures.in_prompt.items()}
-        least = sum(sizes[picture_text(digest)] for digest in digests)
-        self._check_fits(least, "messages", pictures=len(digests), at_least=True)
 
     def _check_size(self, value: object, param: str) -> None:
         """Refuse a text that cannot fit even in the longest tokens; tokenising it takes long."""
