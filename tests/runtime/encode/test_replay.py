@@ -123,6 +123,24 @@ def test_a_tool_loop_keeps_every_reply_as_it_was_sampled() -> None:
     assert len(talks.entries) == 1  # each turn replaced the previous entry
 
 
+@pytest.mark.parametrize("deleted", [False, True])
+def test_turns_that_continue_a_conversation_concurrently_both_keep_its_replies(
+    deleted: bool,
+) -> None:
+    """The first of them to end replaces the entry in which both found the reply."""
+    talks = Conversations(HERMES)
+    first = called(talks).output.message.as_dict()
+    histories = [[USER, resorted(first), result(first, content)] for content in ("Rain.", "Sun.")]
+    turns = [talks.begin(history, tools=TOOLS) for history in histories]
+    if deleted:
+        [entry] = talks.entries.of(turns[0].namespace)
+        talks.entries.remove(entry)
+    for history, turn in zip(histories, turns, strict=True):
+        history += talks.answer(turn, "Ask again."), USER
+    for history, turn in zip(histories, turns, strict=True):
+        assert taken(talks.begin(history, tools=TOOLS), turn)
+
+
 def test_a_plain_reply_after_calls_keeps_all_sampled_tokens() -> None:
     talks = Conversations(HERMES)
     first = called(talks)
