@@ -8,13 +8,14 @@ import logging
 from rich.console import Console
 
 from rekindle.api.base.models import ServedModels, described_tools, preset_models
+from rekindle.api.base.request import RequestBuilder
 from rekindle.config import Config
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.http.auth import OPEN_SALT
 from rekindle.models.progress import OnProgress, progress_bar
 from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Failed, Finished, Prefill
-from rekindle.protocol.requests import GenerateRequest, Prepare, SamplingParams
+from rekindle.protocol.requests import GenerateRequest, Prepare
 from rekindle.worker.client import RuntimeClient
 
 log = logging.getLogger("rekindle")
@@ -27,16 +28,11 @@ async def warm(config: Config, models: ServedModels, console: Console) -> None:
         cache = preset.cache
         if not cache.warm_on_startup:
             continue
-        request = GenerateRequest(
-            turn=0,
+        request = RequestBuilder(config, OPEN_SALT).build(
             messages=[{"role": "system", "content": preset.system_prompt}],
             tools=described_tools(name, preset),
             prepare=Prepare(pinned=cache.pinned, ttl_s=cache.ttl, shared=preset.shared),
-            sampling=SamplingParams(),
             max_tokens=1,
-            exact=config.exact,
-            normalise=config.normalise,
-            salt=OPEN_SALT,
             progress=True,
         )
         try:

@@ -202,7 +202,8 @@ class EventStream(Response):
     @property
     def is_writable(self) -> bool:
         """Whether `write` may be called, while the generator waits for its next chunk."""
-        return self._body_writer is not None and self._body_writer.is_ready
+        is_idle = self._silent_since_s is not None
+        return is_idle and self._body_writer is not None and self._body_writer.is_ready
 
     def write(self, chunk: bytes) -> None:
         """Send a chunk as if the generator had yielded it, without waking the generator's task."""
@@ -240,9 +241,10 @@ class EventStream(Response):
             since_s = self._silent_since_s
             wait_s = sign.after_s if since_s is None else since_s + sign.after_s - time_s()
             if wait_s <= 0:
-                self._silent_since_s, wait_s = time_s(), sign.after_s
+                self._silent_since_s = None  # so that no chunk is written in front of the event
                 body = sign.event()
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._silent_since_s, wait_s = time_s(), sign.after_s
 
 
 async def _send_last(send: Send, body: bytes) -> None:

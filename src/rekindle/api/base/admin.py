@@ -10,8 +10,7 @@ from starlette.requests import Request
 from rekindle.errors import CacheKeyNotFound, ServerError, Unavailable
 from rekindle.http.auth import caller_of
 from rekindle.protocol.admin import AdminOp, AdminResult, EntryInfo, ShowEntry
-from rekindle.protocol.events import Finished, Reason
-from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.events import Reason
 from rekindle.worker.client import RuntimeClient
 
 T = TypeVar("T", bound=AdminResult)
@@ -71,15 +70,3 @@ async def refine_reason(
     if reason is Reason.CACHE_KEY_NOT_FOUND and await AdminClient(salt).knows(others, cache_key):
         return Reason.MODEL_MISMATCH
     return reason
-
-
-async def refine_report(
-    turns: Sequence[Finished], request: GenerateRequest, others: Sequence[RuntimeClient]
-) -> None:
-    """Refine the reason in the report of the first turn, which is the turn with the names."""
-    if request.names is None or request.names.cache_key is None:
-        return
-    report = turns[0].cache
-    report.reason = await refine_reason(
-        report.reason, request.names.cache_key, others, request.salt
-    )

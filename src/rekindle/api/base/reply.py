@@ -16,7 +16,7 @@ from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.admin import refine_report
+from rekindle.api.base.admin import refine_reason
 from rekindle.api.base.turns import Turns, while_connected
 from rekindle.errors import ServerError
 from rekindle.http.middleware import received_s
@@ -183,8 +183,12 @@ class Reply(ABC):
             log.info("%s", log_line(event))
 
     async def _refine_report(self) -> None:
-        if self._finished:  # nothing has finished if another request cancelled the turns
-            await refine_report(self.finished, self._requests[0], self._others)
+        """Refine the reason in the report of the first turn, which is the turn with the names."""
+        request = self._requests[0]
+        if request.names and request.names.cache_key and (first := self._finished.get(0)):
+            first.cache.reason = await refine_reason(
+                first.cache.reason, request.names.cache_key, self._others, request.salt
+            )
 
 
 def x_cache(turns: Sequence[Finished], choices: int = 1) -> dict[str, Any]:
