@@ -114,11 +114,6 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.packed) // TOKEN_BYTES
 
-    @property
-    def positions(self) -> int:
-        """Number of positions in the model's position encoding."""
-        return len(self) + sum(each.positions - each.length for each in self.media)
-
     def __getitem__(self, span: slice) -> Tokens:
         """A part of the tokens. A cut picture leaves its ids, but is no longer in `media`."""
         if span.step not in (None, 1):

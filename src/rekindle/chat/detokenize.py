@@ -10,10 +10,7 @@ from rekindle.tokens import Tokenizer
 
 
 class Detokenizer:
-    """Decodes one reply into whole characters, up to a stop string.
-
-    Control tokens have no text, except those in `shown`.
-    """
+    """Decodes one reply up to a stop string. Control tokens have text only if in `shown`."""
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Container[int] = ()

@@ -221,10 +221,7 @@ class Encoder:
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether the tokenizer adds a space in front of a text, as SentencePiece does.
-
-        Cached, because llama.cpp takes half a millisecond to tokenise any text.
-        """
+        """Whether the tokenizer adds a space in front of a text, as SentencePiece does."""
         tokens = self._tokenizer.encode("a", special=False)
         return b"".join(self._tokenizer.piece(token, special=False) for token in tokens) == b" a"
 

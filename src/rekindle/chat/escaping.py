@@ -137,10 +137,7 @@ class Escaper:
         return self._hidden(value)
 
     def hide_each(self, values: Sequence[Any], plain: Set[int]) -> tuple[list[Any], frozenset[int]]:
-        """Hides the literals of each value, and returns the indices of values without literals.
-
-        Values at the indices `plain` are known to have none and are not searched.
-        """
+        """Hides literals and returns the indices without any. Those in `plain` are not searched."""
         hidden, found = list(values), set(plain)
         for index in sorted(set(range(len(hidden))) - found):
             before = self.hidden_count
@@ -192,10 +189,7 @@ def escape(spans: Iterable[TextSpan]) -> bytes:
 
 
 def escape_prefix(spans: Iterable[TextSpan], size_bytes: int) -> bytes:
-    """The escaped form of the first `size_bytes` of the text.
-
-    A truncated literal has no CLOSE. A truncated picture is left out.
-    """
+    """The first bytes of the text, escaped. Drops a truncated picture, leaves a literal open."""
     parts: list[bytes] = []
     for span in spans:
         whole = span.text.encode()

@@ -180,10 +180,7 @@ def _converted(value: Any, convert: Callable[[Any], Any]) -> Any:
 
 
 def with_parsed_arguments(message: Message) -> Message:
-    """The message with the arguments of its calls as objects, where they are JSON objects.
-
-    Call this before escaping. Escapes in JSON can spell the text of a control token.
-    """
+    """Parses the arguments of calls. Call it before escaping: JSON can escape a control token."""
     return with_arguments(message, as_object)
 
 

@@ -202,10 +202,7 @@ SUBSCHEMAS = frozenset(
 
 
 def ordered_tools(tools: Sequence[Any]) -> list[Any]:
-    """The tools sorted by name, each with its fields in a fixed order.
-
-    Properties keep their order, because models fill in arguments in that order.
-    """
+    """The tools sorted by name. Properties keep their order, in which models fill in arguments."""
     return sorted(
         map(_ordered_tool, tools),
         key=lambda tool: (str(called_function(tool).get("name") or ""), json.dumps(tool)),

@@ -77,10 +77,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt(Prompt):
-    """The prompt of a conversation.
-
-    The next turn's prompt reuses these results for messages and tools that are the same objects.
-    """
+    """A conversation's prompt. The next turn reuses results for messages that are the same."""
 
     messages: Sequence[Message] = ()
     tools: Sequence[Any] | None = None
@@ -119,10 +116,7 @@ class TokenEdges:
 
 
 def token_offsets(pieces: Sequence[bytes], text: bytes) -> list[int]:
-    """Byte offset in `text` before each token and after the last one.
-
-    Empty if the pieces do not spell the text, as with a vocabulary that normalises.
-    """
+    """Byte offset before each token and after the last. Empty if the pieces spell another text."""
     if b"".join(pieces) != text:
         pieces = _without_added_spaces(pieces, text)
     return list(accumulate(map(len, pieces), initial=0)) if b"".join(pieces) == text else []
@@ -197,10 +191,7 @@ class PromptEdges:
 
 
 def find_messages(messages: Sequence[Message], text: str, render: Render) -> ByteSpans:
-    """Finds each message in `text`, the rendered conversation, by rendering placeholders.
-
-    Empty if the template renders anything else because of the placeholders.
-    """
+    """Finds messages in the rendered `text` by a second render, with placeholders around them."""
     placeholders = Placeholders()
     placed = [
         {**each, "content": _enclosed(each["content"], placeholders.of(index))}
@@ -228,10 +219,7 @@ def find_messages(messages: Sequence[Message], text: str, render: Render) -> Byt
 
 
 def _enclosed(content: Any, mark: str) -> Any:
-    """Content with a mark before its first and after its last text.
-
-    Templates trim content, so the marks stand inside the blanks around a text.
-    """
+    """Content with a mark around its text, inside the blanks at both ends, which templates trim."""
     parts = [{"text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         return content

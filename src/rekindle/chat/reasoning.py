@@ -23,10 +23,7 @@ class ReasoningFormat(NamedTuple):
         return self.begin in template or self.end in template
 
     def is_open(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside reasoning.
-
-        A marker of a turn after the begin marker means that an earlier message wrote it.
-        """
+        """Whether a rendered prompt ends inside reasoning, and not only an earlier message does."""
         at = prompt.rfind(self.begin)
         if at < 0:
             return False

@@ -248,24 +248,21 @@ class _Regex:
         self.depth += 1
         if self.depth > MAX_REGEX_DEPTH:
             raise _NotRegular
-        text = self._written(node)
+        match node:
+            case Characters():
+                text = _class(node)
+            case GbnfSequence(items):
+                text = "".join(map(self.of, items))
+            case GbnfChoice(ways):
+                text = f"(?:{'|'.join(map(self.of, ways))})"
+            case Repeat(item):
+                text = f"(?:{self.of(item)}){_bounds(node)}"
+            case GbnfReference(name):
+                text = self._rule(name)
         self.depth -= 1
         if len(text) > MAX_REGEX_CHARACTERS:
             raise _NotRegular
         return text
-
-    def _written(self, node: Node) -> str:
-        match node:
-            case Characters():
-                return _class(node)
-            case GbnfSequence(items):
-                return "".join(map(self.of, items))
-            case GbnfChoice(ways):
-                return f"(?:{'|'.join(map(self.of, ways))})"
-            case Repeat(item):
-                return f"(?:{self.of(item)}){_bounds(node)}"
-            case GbnfReference(name):
-                return self._rule(name)
 
     def _rule(self, name: str) -> str:
         if name in self.inside:

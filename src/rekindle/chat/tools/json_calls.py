@@ -120,10 +120,7 @@ class JsonCallParser(StreamParser):
         return bool(name)
 
     def _objects(self) -> Steps[bool]:
-        """Reads one call object, or a list of them. Returns whether there was a call.
-
-        If the first object is not a call, the held text stays held.
-        """
+        """Reads a call object or a list of them. Returns whether there was a call."""
         reader = self._reader
         if not (yield from reader.starts("[")):
             return (yield from self._object())
