@@ -6,14 +6,21 @@ import base64
 import io
 from dataclasses import dataclass
 from random import Random
-from statistics import median
 from typing import Any
 
 import orjson
 from PIL import Image, ImageDraw
 
 from rekindle.bench.client import Message, StreamedReply
-from rekindle.bench.rig import BenchConversation, Rig, Round, TimedTurn, user
+from rekindle.bench.rig import (
+    AgentRounds,
+    BenchConversation,
+    Rig,
+    Round,
+    TimedTurn,
+    computed_figure,
+    user,
+)
 from rekindle.bench.scenarios import tokens_per_s
 
 _PERSON = {
@@ -90,30 +97,19 @@ def _best_rate(replies: list[StreamedReply]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolLoop(Round):
-    """Agents in tool loops that take turns. There are more agents than a server has slots.
+class ToolLoop(AgentRounds):
+    """Agents in tool loops that take turns.
 
     Calls and results are scripted, so that every server reads the same histories. The calls of a
     small model would be random.
     """
 
-    rounds: tuple[tuple[TimedTurn, ...], ...]  # the first is cold
-
-    @property
-    def warm(self) -> list[TimedTurn]:
-        return [turn for turns in self.rounds[1:] for turn in turns]
-
     def figures(self) -> dict[str, float]:
-        waits_s = [turn.ttft_s for turn in self.warm]
-        figures = {
-            "toolloop_cold_s": median(turn.ttft_s for turn in self.rounds[0]),
-            "toolloop_warm_s": median(waits_s),
-            "toolloop_worst_s": max(waits_s),
-            "toolloop_prompt_tokens": float(sum(turn.prompt_tokens for turn in self.warm)),
+        return {
+            **self.times("toolloop"),
+            "toolloop_prompt_tokens": sum(turn.prompt_tokens for turn in self.warm),
+            **computed_figure("toolloop_computed_tokens", self.warm),
         }
-        if all(turn.cached_tokens is not None for turn in self.warm):
-            figures["toolloop_computed_tokens"] = sum(turn.computed_tokens for turn in self.warm)
-        return figures
 
 
 class Agent:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median
 
 from rekindle.bench.client import (
     BenchFailed,
@@ -137,6 +138,32 @@ class TimedTurn:
     def computed_tokens(self) -> int:
         """Prompt tokens that were not reused. Without a report, all of them."""
         return self.prompt_tokens - (self.cached_tokens or 0)
+
+
+def computed_figure(name: str, turns: Sequence[TimedTurn]) -> dict[str, float]:
+    """The number of computed tokens under this name. Empty if the server does not report it."""
+    if any(turn.cached_tokens is None for turn in turns):
+        return {}
+    return {name: sum(turn.computed_tokens for turn in turns)}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRounds(Round):
+    """Agents that take turns. There are more agents than a server has slots."""
+
+    rounds: tuple[tuple[TimedTurn, ...], ...]  # the first round is cold
+
+    @property
+    def warm(self) -> list[TimedTurn]:
+        return [turn for turns in self.rounds[1:] for turn in turns]
+
+    def times(self, scenario: str) -> dict[str, float]:
+        waits_s = [turn.ttft_s for turn in self.warm]
+        return {
+            f"{scenario}_cold_s": median(turn.ttft_s for turn in self.rounds[0]),
+            f"{scenario}_warm_s": median(waits_s),
+            f"{scenario}_worst_s": max(waits_s),
+        }
 
 
 class BenchConversation:

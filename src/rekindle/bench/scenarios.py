@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from statistics import median
 
 from rekindle.bench.client import BenchFailed, Message, StreamedReply
-from rekindle.bench.rig import BenchConversation, Rig, Round, TimedTurn, filler, user
+from rekindle.bench.rig import (
+    AgentRounds,
+    BenchConversation,
+    Rig,
+    Round,
+    TimedTurn,
+    computed_figure,
+    filler,
+    user,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +98,8 @@ class SharedDocument(Round):
     answers: tuple[TimedTurn, ...]
 
     def figures(self) -> dict[str, float]:
-        figures: dict[str, float] = {"document_wall_s": self.wall_s}
-        if all(answer.cached_tokens is not None for answer in self.answers):
-            computed = sum(answer.computed_tokens for answer in self.answers)
-            figures["document_computed_tokens"] = computed
-        return figures
+        computed = computed_figure("document_computed_tokens", self.answers)
+        return {"document_wall_s": self.wall_s, **computed}
 
 
 async def measure_document(rig: Rig) -> SharedDocument:
@@ -116,21 +122,11 @@ def _about(system: str, number: int) -> list[Message]:
 
 
 @dataclass(frozen=True, slots=True)
-class Agents(Round):
-    """Agents with long system prompts that take turns. A server has fewer slots than agents."""
-
-    rounds: tuple[tuple[TimedTurn, ...], ...]  # the first is cold
-
-    @property
-    def warm_ttft_s(self) -> list[float]:
-        return [turn.ttft_s for turns in self.rounds[1:] for turn in turns]
+class Agents(AgentRounds):
+    """Agents with long system prompts that take turns."""
 
     def figures(self) -> dict[str, float]:
-        return {
-            "agents_cold_s": median(turn.ttft_s for turn in self.rounds[0]),
-            "agents_warm_s": median(self.warm_ttft_s),
-            "agents_worst_s": max(self.warm_ttft_s),
-        }
+        return self.times("agents")
 
 
 async def measure_agents(rig: Rig) -> Agents:
@@ -155,14 +151,12 @@ class Crowd(Round):
     fresh: tuple[TimedTurn, ...]  # first turns of new conversations
 
     def figures(self) -> dict[str, float]:
-        figures = {
+        return {
             "crowd_again_s": median(turn.ttft_s for turn in self.again),
             "crowd_worst_s": max(turn.ttft_s for turn in self.again),
             "crowd_fresh_s": median(turn.ttft_s for turn in self.fresh),
+            **computed_figure("crowd_computed_tokens", self.again),
         }
-        if all(turn.cached_tokens is not None for turn in self.again):
-            figures["crowd_computed_tokens"] = _computed_by(self.again)
-        return figures
 
 
 async def measure_crowd(rig: Rig) -> Crowd:
@@ -191,17 +185,11 @@ class Hybrid(Round):
     agents: tuple[tuple[TimedTurn, ...], ...]  # by agent; they take turns and share a system prompt
 
     def figures(self) -> dict[str, float]:
-        figures: dict[str, float] = {}
-        turns = [*self.alone, *(turn for each in self.agents for turn in each)]
-        if all(turn.cached_tokens is not None for turn in turns):
-            figures["hybrid_computed_tokens"] = _computed_by(self.alone)
-            figures["hybrid_agents_computed_tokens"] = sum(map(_computed_by, self.agents))
-        figures["hybrid_least_tokens"] = least_for(self.alone)
-        return figures
-
-
-def _computed_by(turns: Sequence[TimedTurn]) -> int:
-    return sum(turn.computed_tokens for turn in turns)
+        agents = [turn for turns in self.agents for turn in turns]
+        alone = computed_figure("hybrid_computed_tokens", self.alone)
+        together = computed_figure("hybrid_agents_computed_tokens", agents)
+        computed = {**alone, **together} if alone and together else {}
+        return {**computed, "hybrid_least_tokens": least_for(self.alone)}
 
 
 def least_for(turns: Sequence[TimedTurn]) -> int:

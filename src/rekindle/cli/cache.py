@@ -39,7 +39,7 @@ LOCAL_SERVER = "http://127.0.0.1:8080/v1"
 BaseUrl = Annotated[str, typer.Option(help="URL of the server")]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="REKINDLE_API_KEY", help="API key; an admin key sees all tenants"),
+    typer.Option(envvar="REKINDLE_API_KEY", help="API key; an admin key can see all caches"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON")]
 Key = Annotated[str, typer.Argument(help="Cache key, or a unique beginning of it")]
@@ -210,8 +210,7 @@ def check(
         Path | None, typer.Option(help="Cache folder", show_default="from the settings")
     ] = None,
     config: Annotated[
-        Path | None,
-        typer.Option(help="Settings file", show_default="rekindle.yaml if there"),
+        Path | None, typer.Option(help="Settings file", show_default="rekindle.yaml if there")
     ] = None,
 ) -> None:
     """Verify the files on disk without a server. Exits with status 1 if it finds damage."""

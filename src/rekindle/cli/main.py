@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rekindle.cli import cache as cache_cli
+from rekindle.cli.cache import LOCAL_SERVER, ApiKey, BaseUrl
 from rekindle.cli.flags import takes_settings
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
@@ -75,12 +77,10 @@ def pull(
 
 @app.command()
 def chat(
-    base_url: Annotated[str, typer.Option(help="URL of the server")] = cache_cli.LOCAL_SERVER,
+    base_url: BaseUrl = LOCAL_SERVER,
     model: Annotated[str, typer.Option(help="Name of the model")] = "default",
     system: Annotated[str | None, typer.Option(help="System prompt")] = None,
-    api_key: Annotated[
-        str, typer.Option(envvar="REKINDLE_API_KEY", help="API key, if the server needs one")
-    ] = "none",
+    api_key: ApiKey = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a reply")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="Temperature; 0 is greedy")] = 0.7,
 ) -> None:
@@ -90,7 +90,7 @@ def chat(
     conversation = Conversation(
         base_url=base_url,
         model=model,
-        api_key=api_key,
+        api_key=api_key or "none",
         options={"max_tokens": max_tokens, "temperature": temperature},
         system=system,
     )
@@ -99,27 +99,18 @@ def chat(
 
 @app.command()
 def bench(
-    base_url: Annotated[
-        str, typer.Option(help="URL of any OpenAI-compatible server")
-    ] = cache_cli.LOCAL_SERVER,
+    base_url: BaseUrl = LOCAL_SERVER,
     model: Annotated[str | None, typer.Option(help="Name of the model")] = None,
-    api_key: Annotated[
-        str | None, typer.Option(envvar="REKINDLE_API_KEY", help="API key, if the server needs one")
-    ] = None,
+    api_key: ApiKey = None,
     output: Annotated[Path, typer.Option(help="Folder for the results")] = Path("bench-results"),
     quick: Annotated[bool, typer.Option("--quick", help="Measure once, without repeats")] = False,
 ) -> None:
-    """Measure a server: cold and warm turns, concurrent questions, decode speed and more."""
+    """Measure any OpenAI-compatible server: cold and warm turns, concurrency, decode speed."""
     from rekindle.bench import BenchOptions, plot, print_table, run, save_json
 
-    given: dict[str, Any] = {"model": model, "api_key": api_key, "repeats": 1 if quick else None}
-    options = BenchOptions(
-        base_url=base_url, **{name: value for name, value in given.items() if value is not None}
-    )
-    out = Console()
-    results = run(options, console)
-    print_table(results, out)
-    output.mkdir(parents=True, exist_ok=True)
+    options = BenchOptions(base_url=base_url, model=model, api_key=api_key)
+    results = run(replace(options, repeats=1) if quick else options, console)
+    print_table(results, Console())
     save_json(results, output / "bench.json")
     plot([results], output / "bench.png")
 
