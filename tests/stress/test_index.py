@@ -98,7 +98,7 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Wreck:
     harness = open_harness(folder / "live")
     assert harness.disk is not None
     early = converse(harness, "early", 3)
-    harness.disk.back_up()
+    harness.disk.back_up({})
     late = converse(harness, "late", 2)
     harness.flush()
     shutil.copytree(folder / "live", folder / "kv")  # as a killed process leaves it

@@ -68,7 +68,7 @@ class Load:
             self._harness.store.write_back.write_everything()
         elif what < 0.63:
             assert self._harness.disk is not None
-            self._harness.disk.back_up()
+            self._harness.disk.back_up({})
 
     def _turn(self) -> None:
         salt, tokens = self._pick()

@@ -172,24 +172,16 @@ class BlockFiles:
         """Read a block with several threads."""
         return BlockReading(self._files, _checked(key), size_bytes, self._secret, allocate)
 
-    def _header(self, key: bytes, size_bytes: int) -> RecordHeader:
-        """The header of a file that has the expected size."""
-        raw, found_bytes = self._files.read_start(_name(key), HEADER_BYTES)
-        if found_bytes != size_bytes:
-            raise CorruptBlock(f"its file has {found_bytes} bytes instead of {size_bytes}")
-        header = parse_header(raw)
-        if header.record_bytes != size_bytes:
-            raise CorruptBlock("its length disagrees with its header")
-        return header
-
     def tentative(self, key: bytes) -> tuple[RecordHeader, Tokens, int]:
         """Header, tokens and size of a file that seems to be the block of its name.
 
         This is enough to rebuild an index. `read` verifies the rest.
         """
         with _raising_corrupt_block():
-            _, size_bytes = self._files.read_start(_name(key), 0)
-            header = self._header(key, size_bytes)
+            start, size_bytes = self._files.read_start(_name(key), HEADER_BYTES)
+            header = parse_header(start)
+            if header.record_bytes != size_bytes:
+                raise CorruptBlock("its length disagrees with its header")
             raw, _ = self._files.read_start(_name(key), HEADER_BYTES + header.packed_bytes)
         tokens = Tokens(raw[HEADER_BYTES:])
         is_whole = len(tokens.packed) == header.packed_bytes

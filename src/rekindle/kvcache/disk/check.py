@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -95,29 +96,25 @@ def check(
                     reports[path] = FolderReport(path, is_sealed=True)
                 else:
                     opened[path] = open_block_files(path, own, resources)
-        steps = _Steps(sum(len(block_files.sizes()) for block_files in opened.values()), progress)
+        total = sum(len(block_files.sizes()) for block_files in opened.values())
+        done = count(1)
+
+        def step() -> None:
+            progress(next(done), total)
+
         for path, block_files in opened.items():
-            reports[path] = _check_folder(path, block_files, steps, repair=repair)
+            reports[path] = _check_folder(path, block_files, step, repair=repair)
     return list(reports.values())
 
 
-class _Steps:
-    def __init__(self, total: int, progress: Callable[[int, int], None]) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-
-    def step(self) -> None:
-        self._done += 1
-        self._progress(self._done, self._total)
-
-
 def _check_folder(
-    path: Path, block_files: BlockFiles, steps: _Steps, *, repair: bool
+    path: Path, block_files: BlockFiles, step: Callable[[], None], *, repair: bool
 ) -> FolderReport:
     findings = list(_unexpected_files(block_files))
     if repair:
         block_files.sweep()
         block_files.quarantine_foreign()
-    survey = _read_all(block_files, steps)
+    survey = _read_all(block_files, step)
     findings += [
         Finding("bad_file", key.hex(), f"A block's file is bad: {why}.")
         for key, why in survey.bad.items()
@@ -139,7 +136,7 @@ def _unexpected_files(block_files: BlockFiles) -> Iterator[Finding]:
         yield Finding("foreign_file", "", f"This is not a block's file: {name!a}.")
 
 
-def _read_all(block_files: BlockFiles, steps: _Steps) -> _Survey:
+def _read_all(block_files: BlockFiles, step: Callable[[], None]) -> _Survey:
     survey = _Survey({}, {})
     for key, size_bytes in sorted(block_files.sizes().items()):
         try:
@@ -148,7 +145,7 @@ def _read_all(block_files: BlockFiles, steps: _Steps) -> _Survey:
             survey.bad[key] = str(error)
         else:
             survey.found[key] = BlockRow.of(key, record, record.tokens, size_bytes)
-        steps.step()
+        step()
     return survey
 
 

@@ -119,12 +119,7 @@ class Remove:
 
 @dataclass(frozen=True, slots=True)
 class BackUp:
-    """Back up the index."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavePolicyState:
-    """Save what eviction has learned, for the next process."""
+    """Back up the index, and save what eviction has learned for the next process."""
 
     state: PolicyState
 
@@ -136,7 +131,7 @@ class Commit:
     then: Callable[[bool], None]
 
 
-Order = Write | Remove | Flushed | BackUp | SavePolicyState | Commit
+Order = Write | Remove | Flushed | BackUp | Commit
 
 
 class Writer:
@@ -244,7 +239,11 @@ class Writer:
         unlink_error = _error_of(lambda: self._unlink(batch.removals))
         write_error = unlink_error or _error_of(lambda: self._write(batch.writes))
         commit_error = _error_of(lambda: self._commit(batch, [] if write_error else batch.writes))
-        self._keep_failed(batch, stuck or commit_error, unlink_error or commit_error)
+        failed = unlink_error or commit_error
+        self._has_failed |= failed is not None
+        # Failed removals are tried again in the next batch. Failed changes are still pending.
+        self._unremoved = batch.unremoved if stuck or commit_error else {}
+        self._unremoved |= batch.removals if failed else {}
         error = commit_error or write_error
         if error is not None:
             state, reason = _state_of(error), _reason(error)
@@ -260,19 +259,8 @@ class Writer:
                 self._on_event(Flushed(order.then, is_safe=commit_error is None))
             elif isinstance(order, BackUp):
                 self._back_up()
-            elif isinstance(order, SavePolicyState):
                 with suppress(OSError):  # the next process learns again
                     write_policy_state(self._folder.path, order.state)
-
-    def _keep_failed(
-        self, batch: _Batch, stuck: Exception | None, failed: Exception | None
-    ) -> None:
-        """Keep failed removals for the next batch. Failed changes are still pending."""
-        self._has_failed |= failed is not None
-        self._unremoved = {
-            **(batch.unremoved if stuck else {}),
-            **(batch.removals if failed else {}),
-        }
 
     def _commit(self, batch: _Batch, writes: list[Write]) -> None:
         drops = [DropBlock(key) for key in (*batch.unremoved, *batch.removals)]

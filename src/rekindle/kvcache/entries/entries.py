@@ -57,27 +57,6 @@ class EntryBudget:
                 forget(entry)
 
 
-class EntryJournal:
-    """Writes changes of durable entries to the index."""
-
-    def __init__(self, write: Callable[[Change], None], clock: Clock) -> None:
-        self._write = write
-        self._clock = clock
-
-    def save(self, entry: Entry) -> None:
-        if entry.durable:
-            self._write(PutEntry(_to_row(entry, self._clock)))
-
-    def touch(self, entry: Entry) -> None:
-        if entry.durable:
-            expires_at = entry.expires_at(self._clock)
-            self._write(TouchEntry(entry.key, entry.last_used_at, expires_at, entry.hits))
-
-    def drop(self, entry: Entry) -> None:
-        if entry.durable:
-            self._write(DropEntry(entry.key))
-
-
 def _to_row(entry: Entry, clock: Clock) -> EntryRow:
     return EntryRow(
         key=entry.key,
@@ -144,7 +123,7 @@ class Entries:
         self._on_remove = on_remove
         self._conversations = store.conversations
         self._clock = clock
-        self._journal = EntryJournal(journal or (lambda _change: None), clock)
+        self._journal = journal or (lambda _change: None)
         self._removed_early: list[Entry] | None = None  # while blocks are being loaded
         self._expired: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
@@ -207,14 +186,12 @@ class Entries:
             other.end_pin(entry.pinned_until_s or 0.0)
         # The new entry continues these conversations, so it takes over their hits.
         entry.hits += sum(other.hits for other in others if other.is_free)
-        self._journal.save(
-            entry
-        )  # before the others are dropped, so that the index keeps shared pieces
+        self._save(entry)  # before the others are dropped, so that the index keeps shared pieces
         for other in others:
             if other.is_free:
                 self.forget(other)
             else:
-                self._journal.save(other)
+                self._save(other)
         self.budget.enforce(self.forget)
         return entry
 
@@ -225,34 +202,34 @@ class Entries:
             return False
         self.index.set_document(entry, document)
         self.index.use(entry, self._clock)
-        self._journal.save(entry)
+        self._save(entry)
         self.budget.enforce(self.forget)
         return bool(entry.place)
 
     def touch(self, entry: Entry) -> None:
         """Restart its lifetime."""
         self.index.use(entry, self._clock)
-        self._journal.touch(entry)
+        self._save_use(entry)
 
     def count_hit(self, entry: Entry) -> None:
         """Record that a turn reused its state."""
         entry.hits += 1
-        self._journal.touch(entry)
+        self._save_use(entry)
 
     def pin(self, entry: Entry) -> None:
         entry.pinned, entry.pinned_until_s = True, None
-        self._journal.save(entry)
+        self._save(entry)
 
     def unpin(self, entry: Entry) -> None:
         """Unpin an entry and restart its lifetime."""
         entry.pinned, entry.pinned_until_s = False, None
         self.index.use(entry, self._clock)
-        self._journal.save(entry)
+        self._save(entry)
 
     def remove(self, entry: Entry) -> int:
         """Delete an entry and the state that no other one uses. Returns the bytes freed."""
         self.index.remove(entry)
-        self._journal.drop(entry)
+        self._drop(entry)
         self._on_remove(entry)
         if self._removed_early is not None:
             self._removed_early.append(entry)
@@ -261,7 +238,7 @@ class Entries:
     def forget(self, entry: Entry) -> None:
         """Delete an entry. Its state stays until it is evicted."""
         self.index.remove(entry)
-        self._journal.drop(entry)
+        self._drop(entry)
         self._conversations.detach(entry)
 
     def collect(self, namespace: bytes | None = None) -> tuple[int, int]:
@@ -280,6 +257,19 @@ class Entries:
         while len(self._expired) > 10_000:
             self._expired.popitem(last=False)
         return self.remove(entry)
+
+    def _save(self, entry: Entry) -> None:
+        if entry.durable:
+            self._journal(PutEntry(_to_row(entry, self._clock)))
+
+    def _save_use(self, entry: Entry) -> None:
+        if entry.durable:
+            expires_at = entry.expires_at(self._clock)
+            self._journal(TouchEntry(entry.key, entry.last_used_at, expires_at, entry.hits))
+
+    def _drop(self, entry: Entry) -> None:
+        if entry.durable:
+            self._journal(DropEntry(entry.key))
 
     def load(self, rows: Iterable[EntryRow]) -> None:
         """Load entries after a restart, before their blocks are loaded. Names that were given in

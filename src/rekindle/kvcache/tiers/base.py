@@ -6,9 +6,10 @@ started here and reported later as an event. The engine's thread handles the eve
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from rekindle.kvcache.block import Block, BlockKind, Copy
 from rekindle.kvcache.codec import Record
@@ -242,104 +243,96 @@ class TierCounts:
     corrupt_blocks: int = 0
 
 
-class Tier(Protocol):
+class Tier(ABC):
     """Called from the engine's thread only.
 
     A tier below the first is closed under parents: a block is put after its parent and removed
     before it.
     """
 
-    name: str
-    persistent: bool  # its blocks survive the process
-    is_open: bool  # a tier that is being opened takes no writes
-    budget: TierBudget
-    state: TierState
-    counts: TierCounts
-    pending_bytes: int  # state in memory that waits to be written
+    def __init__(
+        self, name: str, limit_bytes: int, *, persistent: bool, eviction: EvictionPolicy
+    ) -> None:
+        self.name = name
+        self.persistent = persistent  # its blocks survive the process
+        self.is_open = True  # a tier that is being opened takes no writes
+        self.budget = TierBudget(name, limit_bytes, persistent=persistent, eviction=eviction)
+        self.state: TierState = "ok"
+        self.counts = TierCounts()
+        self.pending_bytes = 0  # state in memory that waits to be written
 
+    @abstractmethod
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         """What a block takes of the budget, in bytes."""
 
     def holds(self, block: Block) -> bool:
         """Whether the tier has a copy, or will have one when it is written."""
+        return self.name in block.copies
 
+    @abstractmethod
     def get(self, block: Block) -> Buffer | None:
         """The block's bytes if they are in memory. Otherwise they have to be read."""
 
+    @abstractmethod
     def put(self, block: Block, blob: Buffer) -> None:
         """Store a copy, replacing the current one. The caller makes room first."""
 
+    @abstractmethod
     def remove(self, block: Block, *, quarantine: bool = False) -> None:
         """Remove the copy of a block without children here; `quarantine` keeps the bad file."""
 
+    @abstractmethod
     def resize(self, block: Block, kind: BlockKind) -> None:
         """Count a copy as this kind, because its replacement was not written."""
 
+    @abstractmethod
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
         """Start reading blocks that are not in memory. `Fetched` follows in any case."""
 
     @property
-    def takes_writes(self) -> bool: ...
+    def takes_writes(self) -> bool:
+        return self.is_open and self.state != "failing"
 
     @property
+    @abstractmethod
     def has_queue_room(self) -> bool:
         """Whether the write queue has room."""
 
+    @abstractmethod
     def complete(self, event: Written | WriteFailed) -> list[Write]:
         """Remove these writes from the queue. Returns those that no later write has replaced."""
 
     def fail(self, event: WriteFailed) -> None:
         """Handle a failed write, after its blocks were removed. On a full medium the budget
         shrinks. After another error nothing is written until `retry`."""
-
-    def retry(self) -> None:
-        """Accept writes again after a failure."""
-
-    def flush(self, then: Callable[[bool], None]) -> None:
-        """Report `Flushed` when every earlier order is done or has failed."""
-
-    def stored(self) -> Iterable[StoredBlock]:
-        """The blocks that the tier held when it was opened, parents first."""
-
-    def adopt(self, block: Block, kind: BlockKind) -> None:
-        """Count a block that was stored when the tier was opened."""
-
-    def discard(self, key: bytes) -> None:
-        """Remove a stored block that cannot be used."""
-
-    def close(self) -> None:
-        """Finish every order, then release the resources."""
-
-
-class BaseTier:
-    """The name, the budget and the failure handling of every tier."""
-
-    def __init__(
-        self, name: str, limit_bytes: int, *, persistent: bool, eviction: EvictionPolicy
-    ) -> None:
-        self.name = name
-        self.persistent = persistent
-        self.is_open = True
-        self.budget = TierBudget(name, limit_bytes, persistent=persistent, eviction=eviction)
-        self.state: TierState = "ok"
-        self.counts = TierCounts()
-        self.pending_bytes = 0
-
-    def holds(self, block: Block) -> bool:
-        return self.name in block.copies
-
-    @property
-    def takes_writes(self) -> bool:
-        return self.is_open and self.state != "failing"
-
-    def fail(self, event: WriteFailed) -> None:
         self.state = event.state
         if event.state == "full":
             self.budget.shrink(sum(write.size_bytes for write in event.writes))
 
     def retry(self) -> None:
+        """Accept writes again after a failure."""
         self.budget.restore_limit()
         self.state = "ok"
+
+    @abstractmethod
+    def flush(self, then: Callable[[bool], None]) -> None:
+        """Report `Flushed` when every earlier order is done or has failed."""
+
+    @abstractmethod
+    def stored(self) -> Iterable[StoredBlock]:
+        """The blocks that the tier held when it was opened, parents first."""
+
+    @abstractmethod
+    def adopt(self, block: Block, kind: BlockKind) -> None:
+        """Count a block that was stored when the tier was opened."""
+
+    @abstractmethod
+    def discard(self, key: bytes) -> None:
+        """Remove a stored block that cannot be used."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Finish every order, then release the resources."""
 
 
 class Tiers(tuple[Tier, ...]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
@@ -16,14 +16,14 @@ from rekindle.kvcache.disk.entry_table import Change
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.disk.opening import Opening, stored_blocks
 from rekindle.kvcache.disk.policy_state import PolicyState
-from rekindle.kvcache.disk.writer import BackUp, Commit, Remove, SavePolicyState, Writer
+from rekindle.kvcache.disk.writer import BackUp, Commit, Remove, Writer
 from rekindle.kvcache.tiers.base import (
-    BaseTier,
     Fetch,
     Fetched,
     Flushed,
     OnEvent,
     StoredBlock,
+    Tier,
     Write,
     WriteFailed,
     Written,
@@ -41,7 +41,7 @@ COPIES = 2  # of the index: the current one and its backup
 MIN_INDEX_BYTES = 1 << 20  # of the budget, for an empty index, its log and its backup
 
 
-class WriteBehindTier(BaseTier, ABC):
+class WriteBehindTier(Tier):
     """Counts a block when it is put and writes it later. Until then its bytes stay in memory, where
     they can be read and replaced."""
 
@@ -55,9 +55,6 @@ class WriteBehindTier(BaseTier, ABC):
         super().__init__(name, limit_bytes, persistent=True, eviction=eviction)
         self.queue_bytes = queue_bytes
         self._pending: dict[bytes, Write] = {}
-
-    @abstractmethod
-    def cost(self, tokens: Tokens, state_bytes: int) -> int: ...
 
     @abstractmethod
     def _write(self, write: Write) -> None:
@@ -200,14 +197,10 @@ class DiskTier(WriteBehindTier):
         """Write little while turns are being computed."""
         self._writer.give_way(busy)
 
-    def back_up(self) -> None:
+    def back_up(self, state: PolicyState) -> None:
+        """Back up the index, and save what eviction has learned."""
         if self.is_open:
-            self._writer.put(BackUp())
-
-    def save_policy_state(self, state: PolicyState) -> None:
-        """Save what eviction has learned, for the next process."""
-        if self.is_open:
-            self._writer.put(SavePolicyState(state))
+            self._writer.put(BackUp(state))
 
     def flush(self, then: Callable[[bool], None]) -> None:
         if self.is_open:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 from rekindle.kvcache.block import Block, BlockKind
 from rekindle.kvcache.tiers.base import (
-    BaseTier,
     Fetch,
     StoredBlock,
+    Tier,
     Write,
     WriteFailed,
     Written,
@@ -26,7 +26,7 @@ def cost_bytes(tokens: Tokens, state_bytes: int) -> int:
     return state_bytes + len(tokens.packed) + OVERHEAD_BYTES
 
 
-class RamTier(BaseTier):
+class RamTier(Tier):
     """Holds bytes by key. Everything in it can be used without a read."""
 
     def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "hit-density") -> None:

@@ -199,10 +199,8 @@ class Storage:
                     line = f"eviction in {name} starts learning again: {error}"
                     self._log(LogLine("warning", line))
 
-    def _save_policy_state(self) -> None:
-        if self.disk:
-            state = {name: estimator.dump() for name, estimator in self._estimators.items()}
-            self.disk.save_policy_state(state)
+    def _back_up(self, disk: DiskTier) -> None:
+        disk.back_up({name: estimator.dump() for name, estimator in self._estimators.items()})
 
     @property
     def _estimators(self) -> dict[str, HitDensity]:
@@ -229,8 +227,7 @@ class Storage:
         self.store.retry()
         self._ticks += 1
         if self.disk and self._ticks % 10 == 0:
-            self.disk.back_up()
-            self._save_policy_state()
+            self._back_up(self.disk)
 
     def held_bytes(self, tenant: bytes | None) -> tuple[int, int]:
         """RAM and disk bytes of a tenant, or of all tenants."""
@@ -261,7 +258,8 @@ class Storage:
         pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
         if pending_bytes > 64 << 20:
             self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
-        self._save_policy_state()
+        if self.disk:
+            self._back_up(self.disk)
         self.pictures.close()  # before another process can lock the folder
         for tier in self.store.tiers:
             tier.close()
