@@ -32,7 +32,6 @@ from rekindle.api.openai import routes as openai
 from rekindle.api.rerank import routes as rerank
 from rekindle.api.responses import conversations
 from rekindle.api.responses import routes as responses
-from rekindle.api.responses.conversations import CONVERSATION_LOCKS, ConversationLocks
 from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
 from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses
 from rekindle.api.responses.stored import DOCUMENT_SLOTS, DocumentSlots
@@ -132,7 +131,7 @@ async def _lifespan(
                 MEDIA: media,
                 files.TRANSFERS: files.Transfers(),
                 OPEN_RESPONSES: OpenResponses(),
-                CONVERSATION_LOCKS: ConversationLocks(),
+                conversations.CONVERSATION_LOCKS: conversations.ConversationLocks(),
                 DOCUMENT_SLOTS: DocumentSlots(),
             }
     finally:
