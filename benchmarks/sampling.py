@@ -26,7 +26,7 @@ import numpy as np
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.bindings import declare, load_library
 from rekindle.engine.sampling import native
-from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.engine.sampling.step import StepSampler
 from rekindle.protocol.requests import SamplingParams
 
@@ -145,7 +145,7 @@ class OneRow:
 
     def __init__(self, sampling: SamplingParams, compiled: ctypes.CDLL | None) -> None:
         self._step = StepSampler(1, compiled)
-        self._samplers = [build_sampler(sampling, ())]
+        self._samplers = [TokenSampler(sampling, ())]
 
     def measure_us(self, row: Row) -> float:
         own = row[None].copy()
@@ -158,7 +158,7 @@ def measure_step_us(
     sampling: SamplingParams, row: Row, count: int, step: StepSampler
 ) -> tuple[int, int]:
     """Median wall time and CPU time of a step."""
-    samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in range(count)]
+    samplers = [TokenSampler(replace(sampling, seed=seed), ()) for seed in range(count)]
     given = np.stack([np.roll(row, shift) for shift in range(count)])
     logits = given.copy()
     walls, cpus = [], []

@@ -31,7 +31,6 @@ class Cells:
 
     @property
     def holders(self) -> list[int]:
-        """The sequences that hold cells."""
         return [slot for slot, runs in self._runs.items() if runs]
 
     def freed(self, slots: Iterable[int]) -> int:

@@ -169,7 +169,6 @@ def _tensors(weights: dict[str, Tensor], layers: int) -> dict[str, Tensor]:
 
 
 def _safetensors(path: Path) -> dict[str, Tensor]:
-    """Map the f32 tensors of a file."""
     return {
         name: np.memmap(path, np.float32, "r", tensor.start, tensor.shape)
         for name, tensor in read_header(path).tensors.items()

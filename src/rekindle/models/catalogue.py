@@ -20,8 +20,6 @@ DEFAULT_EMBEDDING_MODEL = "minilm"
 
 @dataclass(frozen=True, slots=True)
 class WheelFile:
-    """A file inside a wheel, with its pinned hash."""
-
     member: str
     sha256: str
     size_bytes: int
@@ -104,8 +102,6 @@ ACCEPTED = (
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """A catalogue model, and the path of its file."""
-
     model: CatalogueModel
     path: Path
 
@@ -121,8 +117,6 @@ class HubModel:
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A file or folder on this machine."""
-
     path: Path
 
 

@@ -27,7 +27,6 @@ def is_model_folder(path: Path) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raises ModelError."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{path} is larger than {MAX_JSON_BYTES >> 20} MiB. {AGAIN}")

@@ -41,7 +41,6 @@ BLOCKS: dict[int, tuple[int, int]] = {
 
 
 def check_gguf(path: Path) -> None:
-    """Raise ModelError unless the file is a whole GGUF file."""
     try:
         if not path.is_file():  # also keeps a pipe from blocking the open
             raise ModelError(f"There is no model file at {path}. Pull the model again.")
@@ -143,7 +142,7 @@ def _tensor_bytes(shape: list[int], kind: int) -> int:
 
 
 class BrokenHeader(Exception):
-    """The header is invalid. The message says why."""
+    """The message says why."""
 
 
 class HeaderReader:

@@ -62,7 +62,6 @@ def projectors(names: Collection[str]) -> list[str]:
 
 
 def best_projector(names: Collection[str]) -> str | None:
-    """Return the projector with the preferred precision."""
 
     def rank(name: str) -> tuple[int, str]:
         words = _words(name)

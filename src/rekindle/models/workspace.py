@@ -38,7 +38,6 @@ def workspace(final: Path, models_dir: Path, progress: Progress) -> Iterator[Pat
 
 
 def require_room(folder: Path, size_bytes: int) -> None:
-    """Raise ModelError if the disk cannot hold this many more bytes."""
     free_bytes = shutil.disk_usage(folder).free
     if size_bytes > free_bytes:
         raise ModelError(

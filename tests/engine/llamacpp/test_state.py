@@ -11,7 +11,7 @@ import pytest
 
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.state import BlockLayout, Requantiser, _floats, read_layout
+from rekindle.engine.llamacpp.state import BlockLayout, _floats, read_layout
 from rekindle.errors import CorruptBlock
 from tests.contract.actions import PROMPT, prefill
 
@@ -75,6 +75,5 @@ def test_an_unknown_state_layout_is_only_measured() -> None:
     """It is not requantised. Blocks still need the right size."""
     layout = read_layout(b"x" * 100, b"x" * 130, 0)
     assert (layout.fixed, layout.each, layout.sections) == (70, 30, ())
-    assert Requantiser(None, layout, layout)
     with pytest.raises(CorruptBlock):
         layout.split(b"x" * 101, 1, resumable=False)

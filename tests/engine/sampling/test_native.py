@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rekindle.engine.base import Matrix, Row
 from rekindle.engine.sampling import native
 from rekindle.engine.sampling.native import Method, NativeSampler
-from rekindle.engine.sampling.sampler import TokenSampler, build_sampler, sample_rows
+from rekindle.engine.sampling.sampler import TokenSampler, sample_rows
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sampling.reference import probabilities
 
@@ -52,7 +52,7 @@ def build() -> NativeSampler | None:
 
 
 def choose(way: SamplingParams, logits: Matrix, compiled: NativeSampler | None) -> list[int]:
-    samplers = [build_sampler(replace(way, seed=seed), ()) for seed in range(len(logits))]
+    samplers = [TokenSampler(replace(way, seed=seed), ()) for seed in range(len(logits))]
     return [sampled.token for sampled in sample_rows(compiled, samplers, logits.copy())]
 
 

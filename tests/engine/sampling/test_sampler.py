@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import Row
-from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.engine.sampling.step import build_step_sampler
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sampling.reference import probabilities
@@ -46,7 +46,7 @@ class Only:
 def tokens(
     sampling: SamplingParams, row: Row = ROW, *, prompt: tuple[int, ...] = (), count: int = 200
 ) -> list[int]:
-    sampler = build_sampler(sampling, prompt)
+    sampler = TokenSampler(sampling, prompt)
     return [sampler.sample(row.copy()).token for _ in range(count)]
 
 
@@ -54,7 +54,7 @@ def tokens_together(sampling: SamplingParams, row: Row) -> list[int]:
     """Draw `DRAWS` tokens, for replies that are sampled in one step."""
     assert sampling.seed is not None
     seeds = range(sampling.seed * TOGETHER, (sampling.seed + 1) * TOGETHER)
-    samplers = [build_sampler(replace(sampling, seed=seed), ()) for seed in seeds]
+    samplers = [TokenSampler(replace(sampling, seed=seed), ()) for seed in seeds]
     step = build_step_sampler(busy_cores=1)
     steps = [step.sample(samplers, np.tile(row, (TOGETHER, 1))) for _ in range(DRAWS // TOGETHER)]
     return [sampled.token for step in steps for sampled in step]
@@ -129,7 +129,7 @@ def assert_drawn_by_probability(row: Row, sampling: SamplingParams) -> None:
 def test_a_reply_follows_its_seed_and_no_other() -> None:
     sampling = SamplingParams(temperature=1, top_p=0.9, seed=7)
     alone = tokens(sampling, count=50)
-    one, other = build_sampler(sampling, ()), build_sampler(SamplingParams(seed=8), ())
+    one, other = TokenSampler(sampling, ()), TokenSampler(SamplingParams(seed=8), ())
     beside = []
     for _ in range(50):
         beside.append(one.sample(ROW.copy()).token)
@@ -145,7 +145,7 @@ def test_a_reply_follows_its_seed_and_no_other() -> None:
 def test_a_draw_depends_on_the_position_and_not_on_earlier_tokens() -> None:
     sampling = SamplingParams(temperature=5, top_p=0.9, seed=7)
     certain = np.array([0.0, 90.0, 0.0, 0.0, 0.0], np.float32)
-    one, other = build_sampler(sampling, ()), build_sampler(sampling, ())
+    one, other = TokenSampler(sampling, ()), TokenSampler(sampling, ())
     for _ in range(20):
         one.sample(ROW.copy())
         other.sample(certain.copy())
@@ -185,7 +185,7 @@ def test_occurrences_of_many_tokens_are_counted() -> None:
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0), SamplingParams(seed=1)])
 def test_a_mask_limits_the_choice_and_is_told_the_token(sampling: SamplingParams) -> None:
     mask = Only([0, 4])
-    sampler = build_sampler(sampling, (), mask)
+    sampler = TokenSampler(sampling, (), mask)
     drawn = [sampler.sample(ROW.copy()).token for _ in range(50)]
     assert set(drawn) <= {0, 4}
     assert mask.accepted == drawn
@@ -216,13 +216,13 @@ def test_a_row_of_nan_or_infinity_still_gives_a_token(
 def test_logprobs_are_the_models_own() -> None:
     """Before mask, bias and penalties."""
     biased = SamplingParams(temperature=0, logit_bias={4: 10.0}, top_logprobs=2)
-    sampled = build_sampler(biased, (), Only([4])).sample(ROW.copy())
+    sampled = TokenSampler(biased, (), Only([4])).sample(ROW.copy())
     expected = ROW - np.log(np.exp(ROW).sum())
     assert sampled.token == 4
     assert sampled.logprob == pytest.approx(expected[4], abs=1e-6)
     assert [token for token, _ in sampled.top] == [1, 2]
     assert [score for _, score in sampled.top] == pytest.approx(expected[[1, 2]].tolist(), abs=1e-6)
-    own = build_sampler(SamplingParams(temperature=0, top_logprobs=0), ()).sample(ROW.copy())
+    own = TokenSampler(SamplingParams(temperature=0, top_logprobs=0), ()).sample(ROW.copy())
     assert own.logprob is not None
     assert own.top == ()
 
@@ -239,7 +239,7 @@ def test_replay_continues_a_reply_and_forgets_later_tokens(
     sampling: SamplingParams,
 ) -> None:
     rows = np.random.default_rng(1).standard_normal((12, 50)).astype(np.float32)
-    sampler = build_sampler(sampling, range(40))
+    sampler = TokenSampler(sampling, range(40))
     reply = [sampler.sample(row.copy()).token for row in rows]
     sampler.replay(reply[:5])
     assert [sampler.sample(row.copy()).token for row in rows[5:]] == reply[5:]

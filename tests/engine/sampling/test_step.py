@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.engine.base import Matrix, Sampled
 from rekindle.engine.sampling import step as step_module
-from rekindle.engine.sampling.sampler import TokenSampler, build_sampler
+from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.engine.sampling.step import StepSampler, build_step_sampler
 from rekindle.protocol.requests import SamplingParams
 
@@ -36,7 +36,7 @@ STEPS = 6
 
 def make_samplers(ways: list[SamplingParams]) -> list[TokenSampler]:
     seeded = [replace(ways[row % len(ways)], seed=row) for row in range(ROWS)]
-    return [build_sampler(each, (1, 2, 3)) for each in seeded]
+    return [TokenSampler(each, (1, 2, 3)) for each in seeded]
 
 
 def make_logits(step: int, size: int) -> Matrix:
@@ -88,7 +88,7 @@ def test_a_row_gives_the_same_token_alone_and_in_any_company(
 def test_only_large_steps_wake_threads(
     temperature: float, rows: int, is_shared: bool, step: StepSampler, compiled: CDLL | None
 ) -> None:
-    samplers = [build_sampler(SamplingParams(temperature=temperature), ()) for _ in range(rows)]
+    samplers = [TokenSampler(SamplingParams(temperature=temperature), ()) for _ in range(rows)]
     expected = is_shared and compiled is not None and step.threads > 1
     assert step.arm(samplers, 50_000) == expected
 

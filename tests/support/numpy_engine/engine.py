@@ -28,7 +28,7 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.cells import Cells
-from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.errors import CorruptBlock, ModelError, PoolFull
 from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
@@ -214,7 +214,7 @@ class NumpyEngine:
     def sampler(
         self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> Sampler:
-        return build_sampler(sampling, prompt, token_mask)
+        return TokenSampler(sampling, prompt, token_mask)
 
     def launch(self, work: Seq[Work]) -> NumpyPending:
         shared = [item for item in work if not item.sequence.exact]

@@ -60,7 +60,6 @@ class SequencePositions:
         return picture.position if token < picture.stop else picture.after + token - picture.stop
 
     def _before(self, token: int) -> _Picture | None:
-        """Return the last picture that begins at or before a token."""
         found = bisect_right(self._pictures, token, key=lambda each: each.start)
         return self._pictures[found - 1] if found else None
 
@@ -70,7 +69,6 @@ class SequencePositions:
         return picture.start if picture and picture.start < tokens < picture.stop else tokens
 
     def first(self, tokens: int) -> SequencePositions:
-        """Return the positions of the first tokens."""
         kept = (each for each in self._pictures if each.start < tokens)
         return SequencePositions(tuple(replace(each, stop=min(each.stop, tokens)) for each in kept))
 
@@ -88,7 +86,6 @@ class SequencePositions:
         return self.of(token - 1 if self.continues_picture(token, places) else token)
 
     def with_picture(self, token: int, places: Places) -> SequencePositions:
-        """Append picture tokens."""
         stop, columns = token + len(places), int(places[:, 0].max()) + 1
         if self.continues_picture(token, places):
             *others, last = self._pictures

@@ -156,15 +156,12 @@ class InputSpan:
         return self.start + self.inputs * self.tokens
 
     def of(self, rows: Matrix) -> Matrix:
-        """View these rows by input and token."""
         shape = (*rows.shape[:-2], self.inputs, self.tokens, rows.shape[-1])
         return rows[..., self.start : self.stop, :].reshape(shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A layer norm."""
-
     weight: Matrix
     bias: Matrix
     average: Matrix  # a row times this is its mean
@@ -254,7 +251,6 @@ class Layer:
         return _total(self.attention_output(seen, slice(0, 1), share))
 
     def _attend(self, projected: Matrix, seen: Matrix) -> None:
-        """Attend within each input."""
         shape = (*projected.shape[:3], 3, self.heads, -1)
         queries, keys, values = projected.reshape(shape).transpose(3, 0, 1, 4, 2, 5)
         scores = queries @ keys.swapaxes(-1, -2)
@@ -366,7 +362,6 @@ class Bert:
         return made
 
     def _run(self, inputs: Seq[Seq[int]], share: Share) -> Matrix:
-        """Compute inputs that are sorted by length."""
         spans = _spans(inputs)
         rows = self._tokens[np.concatenate([np.asarray(tokens) for tokens in inputs])]
         for span in spans:
@@ -445,7 +440,6 @@ def _places(header: GgufHeader, layers: int) -> dict[str, TensorPlace] | None:
 
 
 def _read(path: Path, place: TensorPlace, name: str, width: int) -> Matrix:
-    """Read a tensor. A matrix has a row per output."""
     kind = np.dtype(FLOATS[place.kind])
     count = place.size_bytes // kind.itemsize
     values = np.fromfile(path, kind, count, offset=place.offset_bytes).astype(np.float32)

@@ -107,7 +107,6 @@ ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
 _P = c_void_p  # llama.cpp objects are opaque pointers
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
-    "llama_version": (c_char_p, []),
     "llama_print_system_info": (c_char_p, []),
     "llama_backend_init": (None, []),
     "llama_log_set": (None, [LogCallback, _P]),
@@ -118,13 +117,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_free": (None, [_P]),
     "llama_model_get_vocab": (_P, [_P]),
     "llama_model_n_ctx_train": (c_int32, [_P]),
-    "llama_model_n_embd": (c_int32, [_P]),
     "llama_model_n_embd_inp": (c_int32, [_P]),
     "llama_model_n_embd_out": (c_int32, [_P]),
     "llama_model_n_cls_out": (c_uint32, [_P]),
     "llama_model_n_layer": (c_int32, [_P]),
     "llama_model_n_swa": (c_int32, [_P]),
-    "llama_model_size": (c_uint64, [_P]),
     "llama_model_is_recurrent": (c_bool, [_P]),
     "llama_model_is_hybrid": (c_bool, [_P]),
     "llama_model_has_encoder": (c_bool, [_P]),
@@ -134,7 +131,6 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_meta_val_str": (c_int32, [_P, c_char_p, c_char_p, c_size_t]),
     "llama_init_from_model": (_P, [_P, ContextParams]),
     "llama_free": (None, [_P]),
-    "llama_n_ctx": (c_uint32, [_P]),
     "llama_get_memory": (_P, [_P]),
     "llama_memory_clear": (None, [_P, c_bool]),
     "llama_memory_seq_rm": (c_bool, [_P, c_int32, c_int32, c_int32]),
@@ -228,7 +224,6 @@ def library_path() -> Path:
 
 @cache
 def load_library() -> Any:
-    """Load the library, declare every signature, and check the layouts."""
     path = library_path()
     # OpenMP threads spin this long at a barrier before they sleep. It covers the pause between two
     # steps: sleeping there costs a tenth of decode speed. The default is three times as long, which
@@ -259,7 +254,6 @@ def declare(library: Any, signatures: dict[str, tuple[Any, list[Any]]]) -> None:
 
 
 def metadata(library: Any, model: int, name: str) -> str:
-    """Return a value of the model file as text, or an empty text if there is none."""
     text = ctypes.create_string_buffer(128)
     length = library.llama_model_meta_val_str(model, name.encode(), text, len(text))
     return text.value.decode(errors="replace") if length >= 0 else ""
@@ -273,7 +267,6 @@ def description(library: Any, model: int) -> str:
 
 
 def check_layout(what: str, defaults: Structure, known: dict[str, Any]) -> None:
-    """Raise LibraryMismatch if the default parameters have unexpected values."""
     wrong = {
         name: read for name, value in known.items() if (read := getattr(defaults, name)) != value
     }

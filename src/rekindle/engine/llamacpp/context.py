@@ -42,7 +42,6 @@ class Memory:
         return bool(self._library.llama_memory_seq_rm(self._memory, slot, first, -1))
 
     def span(self, slot: int) -> tuple[int, int]:
-        """Return the first and the last position of a slot."""
         return (
             self._library.llama_memory_seq_pos_min(self._memory, slot),
             self._library.llama_memory_seq_pos_max(self._memory, slot),
@@ -69,7 +68,6 @@ class Memory:
         return bytes(into[:written]) if written else bytes(self.read(slot, flags))
 
     def write(self, slot: int, blob: Blob, flags: int) -> None:
-        """Replace the state of a slot."""
         source, size = _address(blob), len(blob)
         read = self._library.llama_state_seq_set_data_ext(self._native, source, size, slot, flags)
         if read != size:
@@ -82,8 +80,6 @@ def _address(memory: Blob) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """The parameters that a context is built with."""
-
     cells: int
     sequences: int
     threads: int
@@ -147,7 +143,6 @@ class Context:
         self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
 
     def rebuild(self) -> None:
-        """Replace the native context by an empty one."""
         self.close()
         self.positions.clear()
         self._logits.clear()
@@ -203,7 +198,6 @@ class Context:
         return status
 
     def _placed(self, run: BatchRows) -> BatchRows:
-        """Translate the start of a run from a token number to a position."""
         positions = self.positions[run.slot]
         if run.vectors is None:
             return run._replace(start=positions.of(run.start))
@@ -273,11 +267,9 @@ class Context:
         self.positions[slot] = positions
 
     def checkpoint(self, slot: int) -> bytes:
-        """Return the recurrent state of a slot after its last token."""
         return bytes(self.memory.read(slot, bindings.PARTIAL_STATE))
 
     def resume(self, slot: int, checkpoint: Blob) -> None:
-        """Give a slot the recurrent state of a checkpoint."""
         self.memory.write(slot, checkpoint, bindings.PARTIAL_STATE)
 
     def reaches(self, slot: int, tokens: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,9 +21,7 @@ from rekindle.engine.base import (
     OnProgress,
     Pending,
     Sampled,
-    Sampler,
     Sequence,
-    TokenMask,
     Work,
 )
 from rekindle.engine.llamacpp import bindings
@@ -35,12 +33,11 @@ from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.sequences import LlamaSequences
 from rekindle.engine.llamacpp.sizes import choose_sizes
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.engine.sampling.step import build_step_sampler
 from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
 from rekindle.memory import plain_memory
 from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
 
 
@@ -57,20 +54,18 @@ class NativeCall:
         self.sampled_rows: Seq[int] = ()
 
 
-class LlamaPending:
+class LlamaPending(NamedTuple):
     """A launched step. Its first native call has been made. The others follow when it is
     collected, because a context only keeps the logits of its last call."""
 
-    __slots__ = ("calls", "work")
-
-    def __init__(self, work: Seq[Work], calls: list[NativeCall]) -> None:
-        self.work = work
-        self.calls = calls
+    work: Seq[Work]
+    calls: list[NativeCall]
 
 
 class LlamaCppEngine:
     """Implements `engine.base.Engine`."""
 
+    sampler = TokenSampler
     state_files = None  # no other program reads llama.cpp blocks of ours
 
     def __init__(
@@ -98,11 +93,6 @@ class LlamaCppEngine:
             arena.wait_until_locked()
         #: Called with the raw logits of every sampled token, so that tests can compare bits.
         self.observe: Callable[[Sequence, np.ndarray[Any, Any]], None] | None = None
-
-    def sampler(
-        self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
-    ) -> Sampler:
-        return build_sampler(sampling, prompt, token_mask)
 
     def launch(self, work: Seq[Work]) -> LlamaPending:
         shared: dict[KvType, list[Work]] = {}
@@ -175,7 +165,6 @@ class LlamaCppEngine:
         return [results.get(id(item)) for item in pending.work]
 
     def _sample(self, call: NativeCall) -> list[Sampled]:
-        """Wait for the logits of a call and sample from them."""
         if not call.samplers:
             return []
         if self._model.on_gpu:

@@ -32,7 +32,6 @@ class _Slab:
         self._free = [(0, size_bytes)]  # (start, size), in order
 
     def take(self, size_bytes: int) -> int | None:
-        """Take the first free run that is large enough, and return its offset."""
         for number, (start, free_bytes) in enumerate(self._free):
             if free_bytes >= size_bytes:
                 rest = (start + size_bytes, free_bytes - size_bytes)
@@ -93,7 +92,6 @@ class HostArena:
         return _Slab(library.ggml_backend_buffer_get_base(buffer), size_bytes)
 
     def wait_until_locked(self) -> None:
-        """Wait until the locking thread has ended."""
         self._locking.join()
 
     def allocate(self, size_bytes: int) -> memoryview:

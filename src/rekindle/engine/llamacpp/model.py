@@ -33,17 +33,14 @@ class GgufHeader:
         self._native = native
 
     def number(self, key: str) -> int:
-        """Return an unsigned 32-bit value, or 0 if there is none."""
         index = self._find(key, bindings.GGUF_UINT32)
         return 0 if index is None else int(self._library.gguf_get_val_u32(self._native, index))
 
     def real(self, key: str) -> float:
-        """Return a 32-bit float, or 0 if there is none."""
         index = self._find(key, bindings.GGUF_FLOAT32)
         return 0.0 if index is None else float(self._library.gguf_get_val_f32(self._native, index))
 
     def text(self, key: str) -> str:
-        """Return a text, or an empty one if there is none."""
         index = self._find(key, bindings.GGUF_STRING)
         if index is None:
             return ""
@@ -56,7 +53,6 @@ class GgufHeader:
         return bool(self._library.gguf_find_tensor(self._native, name.encode()) >= 0)
 
     def place(self, name: str) -> TensorPlace | None:
-        """Return where a tensor is stored in the file, or None."""
         if not self.has_tensor(name):
             return None
         index = self._library.gguf_find_tensor(self._native, name.encode())
@@ -132,15 +128,33 @@ def _has_long_factors(library: Any, file: Path) -> bool:
 
 
 class LlamaModel:
-    """Owns the native model; raises ModelError if llama.cpp cannot load the file."""
+    """Owns the native model and its metadata; raises ModelError if llama.cpp cannot load it."""
 
     def __init__(self, options: EngineOptions, on_progress: OnProgress) -> None:
-        self.library: Any = bindings.load_library()
-        self.on_gpu = bool(self.library.llama_supports_gpu_offload())
-        self.rope = choose_rope(self.library, options)
-        self.native = self._load(options, on_progress)
-        self.tokenizer = LlamaTokenizer(self.library, self.native)
-        _check_kv_type(self.library, self.native, options.kv_type)
+        library = self.library = bindings.load_library()
+        self.on_gpu = bool(library.llama_supports_gpu_offload())
+        self.rope = choose_rope(library, options)
+        native = self.native = self._load(options, on_progress)
+        self.tokenizer = LlamaTokenizer(library, native)
+        self.architecture = bindings.metadata(library, native, "general.architecture")
+        self.layers = int(library.llama_model_n_layer(native))
+        self.parameters = int(library.llama_model_n_params(native))
+        #: The type of most weights: the last word of llama.cpp's description.
+        self.quantization = bindings.description(library, native).rsplit(" ", 1)[-1]
+        template = library.llama_model_chat_template(native, None)
+        self.chat_template: str | None = template.decode(errors="replace") if template else None
+        self.trained_tokens = int(library.llama_model_n_ctx_train(native))
+        #: The sliding window, or 0 if every layer sees the whole context.
+        self.window_tokens = max(int(library.llama_model_n_swa(native)), 0)
+        #: Whether a token only sees earlier tokens. Other models cannot generate text.
+        self.is_causal = self._value("attention.causal") != "false"
+        default_pooling = bindings.POOLING_LAST if self.is_causal else bindings.POOLING_MEAN
+        self.pooling = self._number("pooling_type") or default_pooling
+        #: Recurrent state belongs to one position and cannot be cut.
+        self.can_truncate = not (
+            library.llama_model_is_recurrent(native) or library.llama_model_is_hybrid(native)
+        )
+        self._check_kv_type(options.kv_type)
 
     def _load(self, options: EngineOptions, on_progress: OnProgress) -> int:
         params = self.library.llama_model_default_params()
@@ -173,60 +187,9 @@ class LlamaModel:
         return 999 if options.gpu_layers is None else options.gpu_layers
 
     @property
-    def layers(self) -> int:
-        return int(self.library.llama_model_n_layer(self.native))
-
-    @property
-    def chat_template(self) -> str | None:
-        source = self.library.llama_model_chat_template(self.native, None)
-        return source.decode(errors="replace") if source else None
-
-    @property
-    def architecture(self) -> str:
-        return bindings.metadata(self.library, self.native, "general.architecture")
-
-    @property
-    def parameters(self) -> int:
-        return int(self.library.llama_model_n_params(self.native))
-
-    @property
-    def quantization(self) -> str:
-        """The type of most weights: the last word of llama.cpp's description."""
-        return bindings.description(self.library, self.native).rsplit(" ", 1)[-1]
-
-    @property
-    def trained_tokens(self) -> int:
-        """The longest context that the model was trained for."""
-        return int(self.library.llama_model_n_ctx_train(self.native))
-
-    @property
-    def window_tokens(self) -> int:
-        """The sliding window, or 0 if every layer sees the whole context."""
-        return max(int(self.library.llama_model_n_swa(self.native)), 0)
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether a token only sees earlier tokens. Other models cannot generate text."""
-        return _value(self.library, self.native, "attention.causal") != "false"
-
-    @property
-    def pooling(self) -> int:
-        """The pooling of embeddings. If the file does not say: the last token of a causal model,
-        else the mean."""
-        default = bindings.POOLING_LAST if self.is_causal else bindings.POOLING_MEAN
-        return _number(self.library, self.native, "pooling_type") or default
-
-    @property
-    def can_truncate(self) -> bool:
-        """Whether state can be cut anywhere. Recurrent state belongs to one position."""
-        recurrent = self.library.llama_model_is_recurrent(self.native)
-        return not (recurrent or self.library.llama_model_is_hybrid(self.native))
-
-    @property
     def kv_types(self) -> tuple[KvType, ...]:
-        """The KV types that the model supports. A quantised head has to be a multiple of a
-        group."""
-        widths = [_head_width(self.library, self.native, kind) for kind in ("key", "value")]
+        """The supported KV types. The width of a quantised head has to be a multiple of a group."""
+        widths = [self._head_width(kind) for kind in ("key", "value")]
         if None in widths:
             return ()  # the model has no KV cells
         return tuple(
@@ -235,37 +198,32 @@ class LlamaModel:
             if not any(width and width % group for width in widths)
         )
 
+    def _check_kv_type(self, kv_type: str) -> None:
+        """Refuse unsupported KV types here, because llama.cpp would only report a failure."""
+        group, _ = GROUPS[kv_type]
+        for kind in ("key", "value"):
+            width = self._head_width(kind)
+            if width is not None and width % group:
+                raise ModelError(
+                    f"this model does not support {kv_type} KV cells: the width of its {kind} "
+                    f"heads, {width}, is not a multiple of {group}; omit --kv-bits and "
+                    "--fp8-kvcache"
+                )
+
+    def _head_width(self, kind: str) -> int | None:
+        """Derive the width of a head as llama.cpp does. None without heads."""
+        if width := self._number(f"attention.{kind}_length"):
+            return width
+        heads = self._number("attention.head_count")
+        return self._number("embedding_length") // heads if heads else None
+
+    def _number(self, name: str) -> int:
+        value = self._value(name)
+        return int(value) if value.isdecimal() else 0
+
+    def _value(self, name: str) -> str:
+        """Return a value of the architecture, or an empty text."""
+        return bindings.metadata(self.library, self.native, f"{self.architecture}.{name}")
+
     def close(self) -> None:
         self.library.llama_model_free(self.native)
-
-
-def _check_kv_type(library: Any, model: int, kv_type: str) -> None:
-    """Refuse unsupported KV types here, because llama.cpp would only report a failure."""
-    group, _ = GROUPS[kv_type]
-    for kind in ("key", "value"):
-        width = _head_width(library, model, kind)
-        if width is not None and width % group:
-            raise ModelError(
-                f"this model does not support {kv_type} KV cells: the width of its {kind} heads, "
-                f"{width}, is not a multiple of {group}; omit --kv-bits and --fp8-kvcache"
-            )
-
-
-def _head_width(library: Any, model: int, kind: str) -> int | None:
-    """Derive the width of a head from the metadata as llama.cpp does, or None without heads."""
-    if width := _number(library, model, f"attention.{kind}_length"):
-        return width
-    heads = _number(library, model, "attention.head_count")
-    return _number(library, model, "embedding_length") // heads if heads else None
-
-
-def _number(library: Any, model: int, name: str) -> int:
-    """Return a number of the architecture, or 0 if the model has none."""
-    value = _value(library, model, name)
-    return int(value) if value.isdecimal() else 0
-
-
-def _value(library: Any, model: int, name: str) -> str:
-    """Return a value of the architecture as text, or an empty one if the model has none."""
-    architecture = bindings.metadata(library, model, "general.architecture")
-    return bindings.metadata(library, model, f"{architecture}.{name}")

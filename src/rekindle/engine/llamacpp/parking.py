@@ -83,7 +83,6 @@ class DeviceParking:
         self._free(context.scratch)
 
     def copy(self, source: Sequence, into: Sequence) -> None:
-        """Copy a parked sequence into an empty one; raises PoolFull."""
         kept, tokens = self._kept[source.slot]
         if self._pool.cells.free < tokens:
             raise PoolFull("no free cells for the parked sequence")
@@ -95,7 +94,6 @@ class DeviceParking:
         into.length = tokens
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget a parked sequence."""
         with self._guard():
             self._free(sequence.slot)
         del self._kept[sequence.slot]
@@ -110,7 +108,6 @@ class DeviceParking:
         memory.remove(slot)
 
     def clear(self) -> None:
-        """Forget all parked sequences, after the pool was rebuilt and has freed them."""
         self._kept.clear()
 
 

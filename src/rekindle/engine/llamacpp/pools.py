@@ -29,7 +29,6 @@ class Pool:
         return len(self._slots) == self.context.shape.sequences
 
     def open(self) -> int:
-        """Return a free slot; raises PoolFull."""
         if not self._slots:
             raise PoolFull("all sequences are open")
         return self._slots.pop()
@@ -86,7 +85,6 @@ class Pools:
         return self._built[kv_type]
 
     def __iter__(self) -> Iterator[KvType]:
-        """Iterate over the KV types that have a pool now."""
         return iter(self._built)
 
     def free_tokens(self, kv_type: KvType) -> int:
@@ -111,13 +109,11 @@ class Pools:
 
     @property
     def _held_bytes(self) -> int:
-        """Memory of the pools of non-default types."""
         sizes = self._others.sizes
         return sum(sizes[kv_type].size_bytes for kv_type in self._built if kv_type in sizes)
 
     @property
     def _empty(self) -> set[KvType]:
-        """Non-default types whose pool holds no sequence."""
         pools = self._built.items()
         return {name for name, pool in pools if pool.is_empty and pool is not self.default}
 
@@ -192,7 +188,6 @@ class ExactContexts:
 
     @property
     def count(self) -> int:
-        """Number of contexts that take memory now."""
         return len(self._open) + len(self._idle)
 
     def __getitem__(self, slot: int) -> Context:

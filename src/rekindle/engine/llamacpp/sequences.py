@@ -129,7 +129,6 @@ class LlamaSequences:
         return self.layouts.requantise(blob, tokens, source, target, resumable=resumable)
 
     def context_of(self, sequence: Sequence) -> tuple[Context, int]:
-        """Return the context of a sequence, and its slot there."""
         if sequence.exact:
             return self.exact[sequence.slot], 0
         return self.pools[sequence.kv_type].context, sequence.slot
@@ -155,7 +154,6 @@ class LlamaSequences:
         self.pools.release_idle()
 
     def lengthen(self, work: Seq[Work], *, on_gpu: bool) -> None:
-        """Count the tokens of a step as part of their sequences."""
         is_mixed = on_gpu and len(work) > 1
         for item in work:
             sequence, tokens = item.sequence, len(item.tokens)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from rekindle.engine.base import EngineOptions, KvType
@@ -76,12 +75,13 @@ def choose_sizes(
     step_tokens = GPU_BLOCK_TOKENS if model.on_gpu else 64
     whole = projector.max_vectors if projector and projector.is_whole else 0
     batch = max(2048 if model.on_gpu else 512, whole) + options.parallel
-    exact_batch = max(step_tokens, whole)
-    shape = partial(_shape, model, options, has_places=bool(projector and projector.has_places))
+    has_places = projector is not None and projector.has_places
+    shape = replace(_smallest_shape(model, options), has_places=has_places)
     spare = 1 if park_tokens else 0  # parking frees memory through a spare cell
-    pool = shape(cells=cells, sequences=sequences, batch=batch, spare=spare)
+    pool = replace(shape, cells=cells, sequences=sequences, batch=batch, spare_cells=spare)
     # Attention is split among threads, so an exact step always uses the same number of them.
-    exact = shape(cells=context_tokens, sequences=1, batch=exact_batch, may_use_fewer=False)
+    exact_batch = max(step_tokens, whole)
+    exact = replace(shape, cells=context_tokens, batch=exact_batch, may_use_fewer=False)
     rest_bytes = budget_bytes - slots_bytes - cells * state.each
     return Sizes(
         block_tokens=_block_tokens(model),
@@ -142,8 +142,7 @@ def _other_pools(
         if kv_type != default.kv_type:
             affordable = max(left_bytes, 0) // max(state.each, 1)
             cells = max(context, min(default.cells, affordable))
-            shape = replace(default, cells=cells, kv_type=kv_type)
-            sizes[kv_type] = ContextSize(shape, _context_bytes(shape, state))
+            sizes[kv_type] = _sized(replace(default, cells=cells, kv_type=kv_type), state)
     one = max((size.size_bytes for size in sizes.values()), default=0)
     return OtherPools(sizes=sizes, budget_bytes=max(left_bytes, one))
 
@@ -152,24 +151,21 @@ def _exact_budget(
     shape: Shape, layouts: Mapping[KvType, BlockLayout], left_bytes: int, *, most: int
 ) -> ExactBudget:
     """Spend what the pool leaves of the KV budget, and allow at least one context."""
-    shapes = {kv_type: replace(shape, kv_type=kv_type) for kv_type in layouts}
-    sizes = {
-        kv_type: ContextSize(shapes[kv_type], _context_bytes(shapes[kv_type], state))
-        for kv_type, state in layouts.items()
-    }
+    sizes = {name: _sized(replace(shape, kv_type=name), layouts[name]) for name in layouts}
     contexts = min(max(left_bytes // sizes[shape.kv_type].size_bytes, 1), most)
     return ExactBudget(sizes=sizes, contexts=contexts)
 
 
-def _context_bytes(shape: Shape, state: BlockLayout) -> int:
-    return max(shape.cells * state.each + (shape.sequences + 1) * state.checkpoint, 1)
+def _sized(shape: Shape, state: BlockLayout) -> ContextSize:
+    size_bytes = shape.cells * state.each + (shape.sequences + 1) * state.checkpoint
+    return ContextSize(shape, max(size_bytes, 1))
 
 
 def measure_layout(model: LlamaModel, options: EngineOptions, kv_type: KvType) -> BlockLayout:
     """Read the block layout of a KV type from blocks of one and two tokens in a temporary
     context."""
-    shape = _shape(model, options, cells=256, sequences=1, batch=8)
-    context = Context(model.library, model.native, replace(shape, kv_type=kv_type))
+    shape = replace(_smallest_shape(model, options), kv_type=kv_type)
+    context = Context(model.library, model.native, shape)
     try:
         context.decode([BatchRows(0, 0, [0, 0], False)])
         one, two = (context.export(0, 0, tokens) for tokens in (1, 2))
@@ -179,28 +175,16 @@ def measure_layout(model: LlamaModel, options: EngineOptions, kv_type: KvType) -
         context.close()
 
 
-def _shape(
-    model: LlamaModel,
-    options: EngineOptions,
-    *,
-    cells: int,
-    sequences: int,
-    batch: int,
-    spare: int = 0,
-    may_use_fewer: bool = True,
-    has_places: bool = False,
-) -> Shape:
+def _smallest_shape(model: LlamaModel, options: EngineOptions) -> Shape:
     return Shape(
-        cells=cells,
-        sequences=sequences,
+        cells=256,
+        sequences=1,
+        batch=8,
         threads=options.threads,
-        may_use_fewer=may_use_fewer and not model.on_gpu,
-        batch=batch,
-        spare_cells=spare,
+        may_use_fewer=not model.on_gpu,
         kv_type=options.kv_type,
         original_tokens=model.rope.original_tokens if model.rope else 0,
         recurrent=not model.can_truncate,
-        has_places=has_places,
     )
 
 

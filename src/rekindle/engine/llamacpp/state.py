@@ -41,8 +41,6 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """The keys or the values of one layer."""
-
     kv_type: KvType
     width: int
     rotation: int
@@ -155,49 +153,43 @@ def cut_cells(state: memoryview, start: int, stop: int) -> bytes:
     return b"".join(written)
 
 
-class Requantiser:
-    """Converts blocks of one layout to another."""
+def requantise_block(
+    library: Any,
+    source: BlockLayout,
+    target: BlockLayout,
+    blob: Blob,
+    tokens: int,
+    *,
+    resumable: bool,
+) -> bytes:
+    """Convert the cells of a block to another layout. Its checkpoint stays as it is."""
+    cells, checkpoint = source.split(blob, tokens, resumable=resumable)
+    at = bindings.STATE_HEADER_BYTES
+    written = [bytes(cells[:at])]
+    for section, wanted in zip(source.sections, target.sections, strict=True):
+        stop = at + _COUNTS.size + tokens * source.cell_bytes
+        if _COUNTS.unpack_from(cells, at) != (1, tokens):
+            raise CorruptBlock("the header of a block gives another number of tokens")
+        layers = len(wanted) // 2
+        written.append(bytes(cells[at:stop]))
+        written.append(_LAYOUT.pack(0, layers, wanted[0].rotation, wanted[layers].rotation))
+        at = stop + _LAYOUT.size
+        for rows, new in zip(section, wanted, strict=True):
+            start, at = at + _ROWS.size, at + _ROWS.size + tokens * rows.row_bytes
+            values = _floats(rows, cells[start:at])
+            if rows.rotation != new.rotation:
+                values = _rotated(_rotated(values, rows.rotation), new.rotation)
+            written.append(_ROWS.pack(bindings.GGML_TYPES[new.kv_type], new.row_bytes))
+            written.append(_quantised(library, values, new))
+    return b"".join((*written, checkpoint))
 
-    def __init__(self, library: Any, source: BlockLayout, target: BlockLayout) -> None:
-        self._library = library
-        self._source = source
-        self._target = target
 
-    def requantise(self, blob: Blob, tokens: int, *, resumable: bool) -> bytes:
-        """Convert the cells of a block. Its checkpoint stays as it is."""
-        cells, checkpoint = self._source.split(blob, tokens, resumable=resumable)
-        written = [bytes(cells[: bindings.STATE_HEADER_BYTES])]
-        at = bindings.STATE_HEADER_BYTES
-        for section, target in zip(self._source.sections, self._target.sections, strict=True):
-            stop = at + _COUNTS.size + tokens * self._source.cell_bytes
-            if _COUNTS.unpack_from(cells, at) != (1, tokens):
-                raise CorruptBlock("the header of a block gives another number of tokens")
-            layers = len(target) // 2
-            written.append(bytes(cells[at:stop]))
-            written.append(_LAYOUT.pack(0, layers, target[0].rotation, target[layers].rotation))
-            at = stop + _LAYOUT.size
-            for rows, wanted in zip(section, target, strict=True):
-                start, at = at + _ROWS.size, at + _ROWS.size + tokens * rows.row_bytes
-                written.append(_ROWS.pack(bindings.GGML_TYPES[wanted.kv_type], wanted.row_bytes))
-                written.append(self._quantised(_floats(rows, cells[start:at]), rows, wanted))
-        return b"".join((*written, checkpoint))
-
-    def _quantised(self, values: Floats, rows: LayerRows, wanted: LayerRows) -> bytes:
-        if rows.rotation != wanted.rotation:
-            values = _rotated(_rotated(values, rows.rotation), wanted.rotation)
-        values = np.ascontiguousarray(values)
-        count = values.size // wanted.width
-        quantised = ctypes.create_string_buffer(count * wanted.row_bytes)
-        self._library.ggml_quantize_chunk(
-            bindings.GGML_TYPES[wanted.kv_type],
-            values.ctypes.data,
-            quantised,
-            0,
-            count,
-            wanted.width,
-            None,
-        )
-        return quantised.raw
+def _quantised(library: Any, values: Floats, rows: LayerRows) -> bytes:
+    values = np.ascontiguousarray(values)
+    count, type_id = values.size // rows.width, bindings.GGML_TYPES[rows.kv_type]
+    raw = ctypes.create_string_buffer(count * rows.row_bytes)
+    library.ggml_quantize_chunk(type_id, values.ctypes.data, raw, 0, count, rows.width, None)
+    return raw.raw
 
 
 def _floats(rows: LayerRows, raw: memoryview) -> Floats:
@@ -243,7 +235,6 @@ class BlockLayouts:
         self._measured = {default: sizes[default]}
 
     def __getitem__(self, kv_type: KvType) -> BlockLayout:
-        """Return the sizes of a type."""
         return self._sizes[kv_type]
 
     def requantise(
@@ -252,7 +243,7 @@ class BlockLayouts:
         if BITS[target] >= BITS[source]:
             raise ValueError(f"{target} cells do not have fewer bits than {source} cells")
         layouts = self.measured(source), self.measured(target)
-        return Requantiser(self._library, *layouts).requantise(blob, tokens, resumable=resumable)
+        return requantise_block(self._library, *layouts, blob, tokens, resumable=resumable)
 
     def measured(self, kv_type: KvType) -> BlockLayout:
         """Return the layout of a type with its rotations; raises NoMemory."""

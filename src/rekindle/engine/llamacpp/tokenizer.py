@@ -29,7 +29,6 @@ class LlamaTokenizer:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn of the model."""
         if not self._has_text:
             return frozenset()
         is_end = self._library.llama_vocab_is_eog
@@ -73,7 +72,6 @@ class LlamaTokenizer:
         return list(tokens[:count])
 
     def pair(self, query: str, document: str) -> list[int]:
-        """Encode two texts as one input of a reranker."""
         library, vocab = self._library, self._vocab
         separator = [int(library.llama_vocab_sep(vocab))]
         if separator == [NO_TOKEN] or not library.llama_vocab_get_add_sep(vocab):

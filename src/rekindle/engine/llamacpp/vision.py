@@ -190,7 +190,6 @@ class Projector:
         return is_row_by_row and not times.any() and count == positions.max() + 1
 
     def _positions(self, chunk: int) -> Places:
-        """Return time, column and row of each token of a picture at position 0."""
         image = self._library.mtmd_input_chunk_get_tokens_image(chunk)
         read = self._library.mtmd_image_tokens_get_decoder_pos
         count = self._library.mtmd_input_chunk_get_n_tokens(chunk)
@@ -274,7 +273,6 @@ class Projector:
         return len(tokens), self._width + self.has_places * PLACE
 
     def encode(self, picture: Picture) -> list[Matrix]:
-        """Return the vectors of each span."""
         with self._chunks(picture.width, picture.height, picture.pixels) as chunks:
             return [self._encode(chunk) for chunk in chunks if self._is_image(chunk)]
 

@@ -26,7 +26,6 @@ def can_batch(caches: Caches) -> bool:
 
 
 def states(caches: Caches) -> list[Any]:
-    """Return the arrays in caches, to be computed."""
     return [cache.state for cache in caches]
 
 
@@ -54,11 +53,9 @@ class DecodingBatch:
         return rows, logits
 
     def states(self) -> list[Any]:
-        """Return the arrays that the next step starts from."""
         return states(self._caches)
 
     def extract(self, sequence: MlxSequence) -> Caches:
-        """Copy the state of one row."""
         index = self._rows.index(sequence)
         caches = [cache.extract(index) for cache in self._caches]
         mx.eval(states(caches))  # otherwise the whole batch stays in memory
@@ -73,7 +70,6 @@ class DecodingBatch:
         self._arrange([])
 
     def shrink(self) -> None:
-        """Remove unused rows."""
         self._arrange([row for row in self._rows if row is not None])
         mx.eval(self.states())
 
@@ -159,7 +155,6 @@ class DecodingBatches:
         return arranged
 
     def shrink(self) -> None:
-        """Remove unused rows."""
         for batch in self._batches:
             batch.shrink()
 

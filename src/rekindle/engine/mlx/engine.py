@@ -23,9 +23,7 @@ from rekindle.engine.base import (
     Pending,
     Row,
     Sampled,
-    Sampler,
     Sequence,
-    TokenMask,
     Work,
 )
 from rekindle.engine.mlx import memory
@@ -35,11 +33,10 @@ from rekindle.engine.mlx.model import LoadedModel, load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
-from rekindle.engine.sampling.sampler import build_sampler
+from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.engine.sampling.step import build_step_sampler
 from rekindle.errors import PoolFull, Unsupported
 from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import SamplingParams
 from rekindle.tokens import Tokens
 
 
@@ -52,6 +49,8 @@ class MlxPending(NamedTuple):
 
 class MlxEngine:
     """Implements `engine.base.Engine`."""
+
+    sampler = TokenSampler
 
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
@@ -119,11 +118,6 @@ class MlxEngine:
             for kv_type, layout in self._layouts.kv.items()
             if can_batch(self._layouts.make_caches(kv_type))
         }
-
-    def sampler(
-        self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
-    ) -> Sampler:
-        return build_sampler(sampling, prompt, token_mask)
 
     def launch(self, work: Seq[Work]) -> MlxPending:
         if any(item.vectors is not None for item in work):

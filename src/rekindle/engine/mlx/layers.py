@@ -67,7 +67,6 @@ class Reader:
         return self._take(len(self._view) - self._at)
 
     def end(self) -> None:
-        """Raise CorruptBlock if anything is left."""
         if self._at != len(self._view):
             raise CorruptBlock(f"a block has {len(self._view) - self._at} bytes too many")
 
@@ -225,8 +224,6 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The last positions of a ChunkedKVCache."""
-
     rows: tuple[Rows, ...]
     most: int
 
@@ -261,7 +258,6 @@ class Slot:
     dtype: mx.Dtype
 
     def takes(self, shape: Seq[int]) -> bool:
-        """Return whether an array of this shape fits."""
         return len(shape) == len(self.most) and all(
             least <= size <= most
             for least, size, most in zip(self.least, shape, self.most, strict=True)

@@ -64,7 +64,6 @@ class Quantisation:
         return Positions(tuple(each for rows in layer.rows for each in self._rows(rows)))
 
     def cache(self, cache: Any) -> Any:
-        """Return an empty quantised cache in place of another cache."""
         if isinstance(cache, CacheList):
             return CacheList(*map(self.cache, cache.caches))
         if isinstance(cache, KVCache):
@@ -121,7 +120,6 @@ class Layouts:
         return preferred if preferred in fitting else fitting[-1]
 
     def make_caches(self, kv_type: KvType) -> list[Any]:
-        """Return the empty caches of one sequence."""
         caches: list[Any] = make_prompt_cache(self._model)
         if kv_type != self.default:
             caches = list(map(self._quantisations[kv_type].cache, caches))

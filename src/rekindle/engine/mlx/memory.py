@@ -38,7 +38,6 @@ def choose_device(gpu_layers: int | None) -> Device:
 
 
 def free_bytes(device: Device) -> int:
-    """Return the free memory of the device that holds KV state."""
     if device == "gpu":
         limit = working_set_bytes()
         if limit is not None:
@@ -54,7 +53,6 @@ def working_set_bytes() -> int | None:
 
 
 def gpus(device: Device) -> tuple[Gpu, ...]:
-    """Describe the GPU that MLX computes on."""
     known = mx.device_info()
     size = known.get("memory_size") or known.get("total_memory") or 0
     found = Gpu(str(known.get("device_name", "a GPU")), int(size))

@@ -78,8 +78,9 @@ def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
         _read_weights(model, on_progress)
         rows = model(mx.zeros((1, 1), mx.uint32))  # lazy: only its shape is used
     except Exception as error:  # an inconsistent folder may fail anywhere in mlx_lm
+        with_adapter = f" with the adapter {options.adapter}" if options.adapter else ""
         raise ModelError(
-            f"mlx_lm cannot load {folder.name}{_with(options.adapter)}: {_sentence(error)}. Its "
+            f"mlx_lm cannot load {folder.name}{with_adapter}: {_sentence(error)}. Its "
             "files are damaged or do not belong together, or its architecture is newer than the "
             "installed mlx-lm"
         ) from error
@@ -167,10 +168,6 @@ def _number(config: dict[str, Any], names: tuple[str, ...]) -> int:
     places = (config, text) if isinstance(text, dict) else (config,)
     found = (place.get(name) for place in places for name in names)
     return next((number for number in found if type(number) is int and number > 0), 0)
-
-
-def _with(adapter: Path | None) -> str:
-    return f" with the adapter {adapter}" if adapter else ""
 
 
 def _sentence(error: Exception) -> str:

@@ -104,7 +104,6 @@ class BatchQuantizedKVCache:
         self._set_padding([each - least for each in padding])
 
     def extend(self, other: BatchQuantizedKVCache) -> None:
-        """Add the rows of another batch."""
         self._join([self, other])
 
     def _join(self, batches: Seq[BatchQuantizedKVCache]) -> None:
@@ -118,7 +117,6 @@ class BatchQuantizedKVCache:
         self._set_padding(padding)
 
     def extract(self, idx: int) -> MergingQuantizedKVCache:
-        """Return a cache with a copy of one row."""
         cache = MergingQuantizedKVCache(group_size=self.group_size, bits=self.bits)
         start = self._padding[idx]
         cache.offset = self._length - start

@@ -57,7 +57,6 @@ def _from_byte_level(text: str) -> bytes:
 
 
 def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
-    """Yield the decoders of a nested sequence in order."""
     if decoder is None:
         return
     if not isinstance(decoder, dict):
@@ -70,7 +69,6 @@ def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the replacement that a decoder makes, if any."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)} if old:
             return old, new
@@ -109,7 +107,6 @@ def _bounded(path: Path) -> str:
 
 
 def _chosen(template: Any) -> str | None:
-    """Return the template, or one of several named templates."""
     if not isinstance(template, list):
         return template if isinstance(template, str) else None
     named = {
@@ -200,7 +197,6 @@ class FolderTokenizer:
         return said if isinstance(said, bool) else self._special.encode("a").ids[:1] == [self.bos]
 
     def _ends(self, configs: Iterable[dict[str, Any]]) -> frozenset[int]:
-        """Tokens that end a turn of the model."""
         named = {token for text, token in self.control_texts.items() if text in END_TEXTS}
         ids = [*_ids(configs, "eos_token_id"), *named, self.eos]
         return frozenset(token for token in ids if token is not None and token in self._texts)

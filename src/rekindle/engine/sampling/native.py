@@ -97,13 +97,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 
 def load() -> ctypes.CDLL | None:
-    """Load the compiled sampler; None if there is none for these sources."""
     found = _find()
     return None if isinstance(found, str) else found
 
 
 def missing_reason() -> str | None:
-    """Say why there is no compiled sampler."""
     found = _find()
     return found if isinstance(found, str) else None
 

@@ -29,19 +29,11 @@ from rekindle.protocol.requests import SamplingParams
 _GREEDY_PARAMS = bytes(native.PARAMS_BYTES)
 
 
-def build_sampler(
-    sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
-) -> TokenSampler:
-    """Build the sampler of one reply. `prompt` has the ids of its text."""
-    return TokenSampler(sampling, prompt, token_mask)
-
-
 class TokenSampler:
-    """Chooses the tokens of one reply."""
-
     def __init__(
-        self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None
+        self, sampling: SamplingParams, prompt: Seq[int], token_mask: TokenMask | None = None
     ) -> None:
+        """`prompt` has the ids of the text of the prompt."""
         self._sampling = sampling
         self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._position = 0  # of the next token in the reply
@@ -66,13 +58,11 @@ class TokenSampler:
         self._retry = native.pack(sampling, Method.DRAW, draws=WORDS)
 
     def sample(self, row: Row, /) -> Sampled:
-        """Choose a token from one row of logits, which is overwritten."""
         library = native.load()
         compiled = None if library is None else NativeSampler(library, threads=1)
         return sample_rows(compiled, [self], row[None])[0]
 
     def prepare(self, row: Row) -> None:
-        """Apply mask, bias and penalties to the row."""
         if self._sampling.top_logprobs is not None:
             self._model_logits = row.copy()
         if self._mask is not None:
@@ -83,7 +73,6 @@ class TokenSampler:
             penalty.apply(row)
 
     def first_params(self) -> bytes:
-        """Return the parameters of the compiled sampler for the next token."""
         return _GREEDY_PARAMS if self.is_greedy else self._first + self._random_words(0)
 
     def retry_params(self) -> bytes:
