@@ -1,4 +1,4 @@
-"""The runtime's end of the socket."""
+"""Messages of a model process reach the front whole, in order, and without blocking."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def received(fronts: socket.socket, count: int) -> list[ToFront]:
-    """So many messages, as the front reads them."""
+    """Read `count` messages as the front does."""
     messages: list[ToFront] = []
     reader = FrameReader(lambda message: messages.append(message) if message else None)
     while len(messages) < count:
@@ -40,17 +40,17 @@ def test_a_message_is_in_the_socket_when_send_returns(
     ours, fronts = ends
     link = Link(ours)
     link.send(Events([Delta(1, TextDelta("so"))]))
-    fronts.setblocking(False)  # it would raise here if a thread had yet to write it
+    fronts.setblocking(False)  # reading raises if the message is not in the socket yet
     assert received(fronts, 1) == [Events([Delta(1, TextDelta("so"))])]
     link.close()
 
 
-def test_a_front_that_does_not_read_holds_nobody_up_and_gets_all_in_order(
+def test_a_front_that_does_not_read_blocks_nobody_and_gets_all_in_order(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, fronts = ends
     link = Link(ours)
-    text = "x" * 100_000  # of which few fit into a socket
+    text = "x" * 100_000  # few of them fit into a socket
     for number in range(50):
         link.send(LogLine("info", f"{number} {text}"))
     messages = received(fronts, 50)
@@ -61,7 +61,7 @@ def test_a_front_that_does_not_read_holds_nobody_up_and_gets_all_in_order(
     assert numbers == [*map(str, range(50)), "last"]
 
 
-def test_threads_that_send_at_once_keep_their_frames_whole(
+def test_frames_of_concurrent_threads_are_not_mixed(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, fronts = ends
@@ -83,7 +83,7 @@ def test_threads_that_send_at_once_keep_their_frames_whole(
         assert [int(word[1]) for word in words if word[0] == name] == list(range(200))
 
 
-def test_sending_to_a_front_that_is_gone_is_no_error(
+def test_sending_to_a_closed_socket_is_not_an_error(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:
     ours, fronts = ends
