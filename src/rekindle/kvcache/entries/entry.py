@@ -102,16 +102,12 @@ def newest_replies(replies: Iterable[Reply]) -> tuple[Reply, ...]:
     unchanged for many turns.
     """
     known = list(dict.fromkeys(replies))
-    if len(known) <= MAX_REPLIES and sum(map(_cost_bytes, known)) <= MAX_REPLY_BYTES:
+    if len(known) <= MAX_REPLIES and sum(reply.cost_bytes for reply in known) <= MAX_REPLY_BYTES:
         return tuple(known)
-    costs = accumulate(map(_cost_bytes, reversed(known)))
+    costs = accumulate(reply.cost_bytes for reply in reversed(known))
     fitting = sum(1 for _ in takewhile(lambda cost: cost <= MAX_REPLY_BYTES * 3 // 4, costs))
     kept = min(fitting, MAX_REPLIES * 3 // 4)
     return tuple(known[len(known) - kept :])
-
-
-def _cost_bytes(reply: Reply) -> int:
-    return reply.cost_bytes
 
 
 class Entry(PrefixHandle):

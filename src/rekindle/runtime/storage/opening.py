@@ -50,7 +50,7 @@ class Machine:
         return host_free_bytes()
 
     def free_disk_bytes(self, folder: Path) -> int:
-        """What the folder takes and what is free; 0 if unknown."""
+        """Free space plus the bytes that the folder takes; 0 if unknown."""
         place = folder.absolute()
         try:
             existing = next(path for path in (place, *place.parents) if path.exists())
