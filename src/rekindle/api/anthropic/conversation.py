@@ -25,7 +25,14 @@ from rekindle.api.anthropic.blocks import (
 )
 from rekindle.api.anthropic.schema import InputMessage, PromptFields, Toolbox
 from rekindle.api.base.fields import TextBudget
-from rekindle.api.base.messages import CalledFunction, ImagePart, Message, TextPart, ToolCall
+from rekindle.api.base.messages import (
+    ImagePart,
+    Message,
+    TextPart,
+    plain_message,
+    reply_message,
+    tool_call,
+)
 from rekindle.api.base.signature import signed_text
 from rekindle.errors import BadRequest
 
@@ -38,7 +45,7 @@ def messages_of(body: PromptFields, toolbox: Toolbox) -> list[Message]:
     """Render the system prompt, then the messages in their order."""
     rendering = _Rendering(toolbox)
     system = rendering.joined(as_blocks(body.system))
-    first = [_message("system", content=system)] if system else []
+    first = [plain_message("system", content=system)] if system else []
     return [*first, *(each for sent in body.messages for each in rendering.messages(sent))]
 
 
@@ -67,7 +74,7 @@ class _Rendering:
             case "assistant":
                 yield self._reply(sent.blocks)
             case "system":
-                yield _message("system", content=self.joined(sent.blocks))
+                yield plain_message("system", content=self.joined(sent.blocks))
             case "user":
                 yield from self._input(sent.blocks)
 
@@ -77,15 +84,15 @@ class _Rendering:
             if is_result:
                 yield from (self._result(block) for block in run)
             else:
-                yield _message("user", content=self._content(list(run)))
+                yield plain_message("user", content=self._content(list(run)))
         if not blocks:
-            yield _message("user", content="")
+            yield plain_message("user", content="")
 
     def _result(self, block: ToolResultBlock) -> Message:
         content = self._content(block.blocks)
         if block.is_error and not _text(content).lower().startswith(KNOWN_ERRORS):
             content = _with_text_before("Error: ", content)
-        return _message("tool", content=content, tool_call_id=block.tool_use_id)
+        return plain_message("tool", content=content, tool_call_id=block.tool_use_id)
 
     def _content(self, blocks: Sequence[Any]) -> str | Parts:
         """Join the blocks to one text, unless there are images."""
@@ -133,23 +140,14 @@ class _Rendering:
     def _reply(self, blocks: Sequence[Any]) -> Message:
         """Render a reply. The blocks of its text are joined without a separator, as written."""
         calls = [
-            ToolCall.model_construct(
-                id=block.id,
-                type="function",
-                function=CalledFunction.model_construct(name=block.name, arguments=block.input),
-            )
+            tool_call(block.id, block.name, block.input)
             for block in blocks
             if isinstance(block, ToolUseBlock)
         ]
         text = self.joined(blocks, separator="")
         thoughts = (each for each in blocks if isinstance(each, ThinkingBlock))
         known = (signed_text(each.thinking, each.signature, self._budget) for each in thoughts)
-        fields: dict[str, Any] = {"content": text or (None if calls else "")}
-        if reasoning := "".join(filter(None, known)):
-            fields["reasoning_content"] = reasoning
-        if calls:
-            fields["tool_calls"] = calls
-        return _message("assistant", **fields)
+        return reply_message(text, "".join(filter(None, known)), calls)
 
     def joined(self, blocks: Sequence[Any], separator: str = SEPARATOR) -> str:
         texts = (block.text for block in blocks if isinstance(block, TextBlock))
@@ -157,10 +155,6 @@ class _Rendering:
 
     def _text_part(self, text: str) -> TextPart:
         return _text_part(self._budget.take(text))
-
-
-def _message(role: str, **fields: Any) -> Message:
-    return Message.model_construct(role=role, **fields)
 
 
 def _text_part(text: str) -> TextPart:

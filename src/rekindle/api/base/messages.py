@@ -247,6 +247,27 @@ def limit_messages(messages: Any) -> Any:
 Messages = Annotated[list[Message], Field(fail_fast=True), BeforeValidator(limit_messages)]
 
 
+def plain_message(role: str, **fields: Any) -> Message:
+    """Make a message out of fields that are already validated."""
+    return Message.model_construct(role=role, **fields)
+
+
+def reply_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
+    """Make an earlier reply. A reply of calls alone has no content."""
+    fields: dict[str, Any] = {"content": text or (None if calls else "")}
+    if reasoning:
+        fields["reasoning_content"] = reasoning
+    if calls:
+        fields["tool_calls"] = list(calls)
+    return plain_message("assistant", **fields)
+
+
+def tool_call(call_id: str, name: str, arguments: str | dict[str, Any]) -> ToolCall:
+    """Make a call out of fields that are already validated."""
+    function = CalledFunction.model_construct(name=name, arguments=arguments)
+    return ToolCall.model_construct(id=call_id, type="function", function=function)
+
+
 def rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.rendered() for message in messages]
 

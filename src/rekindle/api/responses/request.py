@@ -10,7 +10,13 @@ from typing import Any
 
 from rekindle.api.base.fields import MAX_ITEMS, TextBudget
 from rekindle.api.base.images import RenderedChat
-from rekindle.api.base.messages import CalledFunction, Message, ToolCall
+from rekindle.api.base.messages import (
+    Message,
+    ToolCall,
+    plain_message,
+    reply_message,
+    tool_call,
+)
 from rekindle.api.base.request import EFFORTS, RequestBuilder, or_default, retention
 from rekindle.api.base.signature import signed_text
 from rekindle.api.responses.items import (
@@ -44,7 +50,7 @@ def messages_of(instructions: str | None, items: Sequence[Any], toolbox: Toolbox
     The reasoning, text and calls of a reply are separate items. They become one message, so that
     the same conversation has the same prompt in every dialect.
     """
-    first = [_message("system", content=instructions)] if instructions else []
+    first = [plain_message("system", content=instructions)] if instructions else []
     return [*first, *_Rendering(toolbox).messages(items)]
 
 
@@ -57,13 +63,7 @@ class _Reply:
         self.calls: list[ToolCall] = []
 
     def message(self) -> Message:
-        text = "".join(self.texts)
-        fields: dict[str, Any] = {"content": text or (None if self.calls else "")}
-        if reasoning := "".join(self.reasoning):
-            fields["reasoning_content"] = reasoning
-        if self.calls:
-            fields["tool_calls"] = self.calls
-        return _message("assistant", **fields)
+        return reply_message("".join(self.texts), "".join(self.reasoning), self.calls)
 
 
 class _Rendering:
@@ -86,10 +86,10 @@ class _Rendering:
                     arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
                     self._open().calls.append(self._call(item, arguments))
                 case MessageItem():
-                    yield _message(item.role, content=for_template(item.content))
+                    yield plain_message(item.role, content=for_template(item.content))
                 case CallOutput():
                     content = for_template(item.output)
-                    yield _message("tool", content=content, tool_call_id=item.call_id)
+                    yield plain_message("tool", content=content, tool_call_id=item.call_id)
         yield from self._closed()
 
     def _open(self) -> _Reply:
@@ -103,17 +103,15 @@ class _Rendering:
 
     def _ended_before(self, item: Any) -> Iterator[Message]:
         """End the open reply, unless this item belongs to it."""
-        reply = self._reply
+        reply = self._reply or _Reply()
         match item:
             case ReasoningItem():
-                is_over = reply is not None and bool(reply.texts or reply.calls)
+                is_over = bool(reply.texts or reply.calls)
             case MessageItem(role="assistant"):
-                is_over = reply is not None and bool(reply.texts) and not reply.calls
-            case FunctionCall() | CustomToolCall():
-                is_over = False
+                is_over = bool(reply.texts) and not reply.calls
             case MessageItem() | CallOutput():
                 is_over = True
-            case _:  # an ignored item
+            case _:  # a call, or an ignored item
                 is_over = False
         return self._closed() if is_over else iter(())
 
@@ -127,12 +125,7 @@ class _Rendering:
 
     def _call(self, item: FunctionCall | CustomToolCall, arguments: str) -> ToolCall:
         name = self._toolbox.resolve(item.name, item.namespace)
-        function = CalledFunction.model_construct(name=name, arguments=arguments or "{}")
-        return ToolCall.model_construct(id=item.call_id, type="function", function=function)
-
-
-def _message(role: str, **fields: Any) -> Message:
-    return Message.model_construct(role=role, **fields)
+        return tool_call(item.call_id, name, arguments or "{}")
 
 
 @dataclass(frozen=True, slots=True)
