@@ -324,5 +324,5 @@ def test_the_cache_commands_agree_with_the_server_and_leave_a_clean_folder(
         assert run_cache("check", "--cache-dir", str(tmp_path / "kv")).returncode == 0
     checked = run_cache("check", "--cache-dir", str(tmp_path / "kv"))
     assert checked.returncode == 0, checked.stdout
-    assert "nothing amiss" in checked.stdout
+    assert "no damage" in checked.stdout
     assert " 0 good blocks" not in checked.stdout
