@@ -324,8 +324,9 @@ class Engine(Protocol):
         item has no sampler."""
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
-        """Return the tokens of an image: one for each of its vectors, and those that the model has
-        around them. Callable from any thread. Raises Unsupported if the model takes no images."""
+        """Return the tokens of an image: one for each of its vectors, and the tokens that the model
+        has around them. Callable from any thread. Raises Unsupported if the model takes no images.
+        """
 
     def encode_picture(self, picture: Picture) -> list[Matrix]:
         """Return the vectors of each image span of its tokens. Raises Unsupported if the model

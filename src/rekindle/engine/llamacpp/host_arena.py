@@ -115,7 +115,7 @@ def lock_memory(library: Any, limit_bytes: int) -> HostArena | None:
 
     Cached for the process: a model may be loaded a second time, without its projector.
     """
-    # The system cannot reclaim locked memory, so leave a quarter of what is free.
+    # The system cannot reclaim locked memory, so leave a quarter of the free memory.
     limit_bytes = min(limit_bytes, int(0.75 * host_free_bytes()))
     for index in range(library.ggml_backend_dev_count()):
         device = library.ggml_backend_dev_get(index)

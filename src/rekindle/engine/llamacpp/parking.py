@@ -1,9 +1,9 @@
 """Moves idle sequences out of the KV pool, within the memory of the same device.
 
-Attention visits every used cell of a pool up to the highest one, whoever owns it. On a GPU one row
-beside 200k idle tokens takes four times as long as without them. The cells of a parked sequence are
-copied to separate buffers at the speed of device memory, and copied back when the sequence is
-continued.
+Attention visits every used cell of a pool up to the highest one, whichever sequence owns it. On a
+GPU a row next to 200k idle tokens takes four times as long as without them. The cells of a parked
+sequence are copied to separate buffers at the speed of device memory, and copied back when the
+sequence is continued.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def choose_sizes(
     left_bytes = free_bytes(model)
     budget_bytes = int(options.kv_fraction * left_bytes)
     park_tokens = int(park_fraction * left_bytes) // max(state.each, 1)
-    slots_bytes = state.checkpoint * (sequences + 1)  # taken whatever the number of cells
+    slots_bytes = state.checkpoint * (sequences + 1)  # independent of the number of cells
     affordable = max(budget_bytes - slots_bytes, 0) // max(state.each, 1)
     context_tokens, cells = _cells(model, options, affordable)
     step_tokens = GPU_BLOCK_TOKENS if model.on_gpu else 64

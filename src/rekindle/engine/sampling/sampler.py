@@ -1,7 +1,7 @@
 """Chooses the tokens of replies from rows of logits, for every engine.
 
 The order is that of llama.cpp's chain: mask, bias, penalties, top-k, top-p, min-p, temperature,
-draw. A draw depends on the seed, the position of the token in its reply, and the row alone.
+draw. A draw depends only on the seed, the position of the token in its reply, and the row.
 """
 
 from __future__ import annotations

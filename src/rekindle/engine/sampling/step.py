@@ -63,8 +63,8 @@ class StepSampler:
 def build_step_sampler(busy_cores: int) -> StepSampler:
     """Build the sampler of an engine that keeps `busy_cores` cores busy.
 
-    Beside a GPU, half of the cores sample. On a CPU one thread does, because the OpenMP threads of
-    the engine wait busily for their next step and would compete with it.
+    Half of the cores sample for a GPU engine. For a CPU engine one thread does, because the OpenMP
+    threads of the engine wait busily for their next step and would compete with it.
     """
     compiled = native.load()
     if compiled is None:
