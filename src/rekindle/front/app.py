@@ -54,6 +54,7 @@ log = logging.getLogger("rekindle.api")
 #: path under /v1/cache is a cache key, and Anthropic's list of models, which is for clients that
 #: send `anthropic-version`, comes before OpenAI's.
 ROUTERS = (
+    openai.router,
     embeddings.router,
     rerank.router,
     responses.router,
@@ -64,7 +65,7 @@ ROUTERS = (
     ollama_models.router,
     ollama_embed.router,
     ollama_models.pull_router,
-    openai.router,
+    openai.models_router,
     tokens.props_router,
     prepare.router,
     files.router,

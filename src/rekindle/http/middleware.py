@@ -92,7 +92,7 @@ class RequestMiddleware:
     async def _http(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         path = self._with_version(scope["path"])
         scope[RECEIVED] = time.monotonic()
-        scope[ERROR_FORMAT] = self._error_format(path, headers)
+        scope[ERROR_FORMAT] = partial(self._error_format, path, headers)
         try:
             self._check_headers(scope, headers)
             if is_preflight(scope["method"], headers):

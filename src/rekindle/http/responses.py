@@ -26,7 +26,7 @@ ERROR_HEADERS = {
     503: RETRY_SOON,
 }
 SSE_DONE = b"data: [DONE]\n\n"
-ERROR_FORMAT = "rekindle.error_format"  # the ErrorFormat's key in the request's scope
+ERROR_FORMAT = "rekindle.error_format"  # key in the request's scope of what chooses the format
 
 #: Descriptions of error statuses, for the OpenAPI document.
 ERRORS = {
@@ -136,9 +136,9 @@ OPENAI_ERRORS = ErrorFormat(
 
 
 def error_format(scope: Scope) -> ErrorFormat:
-    """Return the error format of the request's dialect."""
-    found: ErrorFormat = scope.get(ERROR_FORMAT, OPENAI_ERRORS)
-    return found
+    """Return the error format of the request's dialect. It is chosen when an error occurs."""
+    choose: Callable[[], ErrorFormat] | None = scope.get(ERROR_FORMAT)
+    return choose() if choose else OPENAI_ERRORS
 
 
 class ErrorResponse(JsonResponse):
@@ -183,7 +183,9 @@ class EventStream(Response):
         self._silent_since_s: float | None = None  # None while a chunk is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error_event = self._error_event or error_format(scope).event
+        def error_event(error: ServerError) -> bytes:
+            return (self._error_event or error_format(scope).event)(error)
+
         self._body_writer = scope.get(BODY_WRITER)
         sending = asyncio.create_task(self._send(send, error_event))
         disconnect = asyncio.create_task(disconnected(receive))

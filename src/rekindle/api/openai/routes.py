@@ -20,6 +20,7 @@ from rekindle.http.responses import MAY_STREAM, RETRY_SOON, JsonResponse
 from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(route_class=JsonRoute)
+models_router = APIRouter(route_class=JsonRoute, tags=["models"])
 
 
 @router.post("/v1/chat/completions", responses=MAY_STREAM, tags=["chat"])
@@ -51,7 +52,7 @@ async def create_completion(
     return await reply.respond(stream=bool(body.stream))
 
 
-@router.get("/v1/models", tags=["models"])
+@models_router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """List the models that this server answers with."""
     models = models_of(request)
@@ -59,7 +60,7 @@ async def list_models(request: Request) -> Response:
     return JsonResponse({"object": "list", "data": listed})
 
 
-@router.get("/v1/models/{model:path}", tags=["models"])
+@models_router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> Response:
     """Show one model."""
     if not model:  # the list's path with a slash at the end
@@ -68,7 +69,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
     return JsonResponse(_model(models.any(model), models.started_at))
 
 
-@router.get("/health", tags=["models"])
+@models_router.get("/health")
 async def health(request: Request) -> Response:
     """Answer 200 if all models answer. Otherwise answer 503 with the reason: a model is loading,
     gone or stuck, or the server is stopping."""
