@@ -31,9 +31,8 @@ from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
 from rekindle.runtime.device.images import EncodedPictures
-from rekindle.runtime.encode.precision import precision
 from rekindle.runtime.encode.replay import find_replies
-from rekindle.runtime.encode.request import EncodedPrompt, EncodedRequest, Stopwatch
+from rekindle.runtime.encode.request import EncodedPrompt, EncodedRequest, Stopwatch, precision
 from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.runtime.storage.storage import Storage, StorageEvent, reads_line

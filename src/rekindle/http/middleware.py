@@ -6,6 +6,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers

@@ -28,8 +28,7 @@ from rekindle.protocol.frames import (
     frame,
 )
 from rekindle.protocol.requests import Cancel, LoadModel, Stop
-from rekindle.runtime.encode.threads import Encoders, Job
-from rekindle.runtime.encode.tokenisation import Tokenisation
+from rekindle.runtime.encode.threads import Encoders, Job, Tokenisation
 
 HEARTBEAT_S = 1.0
 

@@ -22,9 +22,8 @@ from rekindle.protocol.frames import DeviceInfo, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
-from rekindle.runtime.encode.precision import check_kv_bits
-from rekindle.runtime.encode.request import EncodedPrompt, Stopwatch
-from rekindle.runtime.encode.tokenisation import Tokenisation
+from rekindle.runtime.encode.request import EncodedPrompt, Stopwatch, check_kv_bits
+from rekindle.runtime.encode.threads import Tokenisation
 from rekindle.runtime.loading import load_model
 from rekindle.runtime.model_process import ModelProcess
 from rekindle.runtime.schedule.turn import Turn

@@ -19,8 +19,7 @@ from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResu
 from rekindle.protocol.events import TERMINAL, Delta, Event, Failed, Started
 from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, LoadModel
-from rekindle.worker.process import AfterLoading, OnLoading, WorkerProcess
-from rekindle.worker.supervisor import Supervisor
+from rekindle.worker.supervisor import AfterLoading, OnLoading, Supervisor, WorkerProcess
 
 log = logging.getLogger("rekindle.runtime")
 

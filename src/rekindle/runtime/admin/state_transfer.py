@@ -16,7 +16,7 @@ from rekindle.kvcache.tiers.base import Fetch
 from rekindle.memory import Buffer
 from rekindle.protocol.admin import StateFile
 from rekindle.runtime.background import Pieces
-from rekindle.runtime.encode.tokenisation import check_token_ids
+from rekindle.runtime.encode.threads import check_token_ids
 from rekindle.runtime.reuse.restorer import FETCH_TIMEOUT_S
 from rekindle.runtime.storage.storage import Storage
 from rekindle.tokens import Tokens

@@ -17,7 +17,7 @@ from rekindle.protocol.requests import Cancel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.embedding.scheduler import EmbeddingScheduler, VectorCache
 from rekindle.runtime.embedding.turn import EmbeddingTurn, encode_inputs
-from rekindle.runtime.encode.tokenisation import Tokenisation
+from rekindle.runtime.encode.threads import Tokenisation
 from rekindle.runtime.model_process import ModelProcess
 
 MAX_CACHE_BYTES = 256 << 20  # enough for several hundred thousand short texts

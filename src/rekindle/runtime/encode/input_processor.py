@@ -23,17 +23,16 @@ from rekindle.protocol.media import count_images
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.protocol.settings import Normaliser
 from rekindle.runtime.encode.chat import ChatEncoder, RecentChats
-from rekindle.runtime.encode.output_format import OutputFormat
-from rekindle.runtime.encode.precision import precision
 from rekindle.runtime.encode.replay import History
 from rekindle.runtime.encode.request import (
     EncodedPrompt,
     EncodedRequest,
     PictureTokens,
     RequestPictures,
+    precision,
 )
-from rekindle.runtime.encode.tokenisation import check_token_ids
-from rekindle.runtime.schedule.output import ReplyDecoding
+from rekindle.runtime.encode.threads import check_token_ids
+from rekindle.runtime.schedule.output import OutputFormat, ReplyDecoding
 from rekindle.tokens import Tokenizer, Tokens
 
 About = TypeVar("About", GenerateRequest, Validate, IndexPrompt, Tokenize)

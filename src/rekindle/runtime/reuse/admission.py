@@ -11,7 +11,7 @@ from rekindle.kvcache.plan import Live, Plan
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import DEVICE
 from rekindle.runtime.device.kv_manager import KvManager
-from rekindle.runtime.encode.precision import KvFormat
+from rekindle.runtime.encode.request import KvFormat
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.schedule.turn import Checkpoints, Offloaded, Requantisation, Turn
 

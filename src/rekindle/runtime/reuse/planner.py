@@ -21,7 +21,7 @@ from rekindle.kvcache.plan import (
 )
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tree import Match
-from rekindle.runtime.encode.precision import KvFormat
+from rekindle.runtime.encode.request import KvFormat
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Tokens
 

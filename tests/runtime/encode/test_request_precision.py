@@ -13,7 +13,7 @@ from rekindle.engine.base import Capabilities
 from rekindle.errors import ModelError, NoRoomForPins, Unsupported
 from rekindle.protocol.events import Cancelled, Failed, Reason
 from rekindle.protocol.requests import GenerateRequest, Names, Prepare, SamplingParams
-from rekindle.runtime.encode.precision import check_kv_bits, precision
+from rekindle.runtime.encode.request import check_kv_bits, precision
 from tests.support.fake import CELL_BYTES, AsciiTokenizer, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
 from tests.support.pictures import drawn
