@@ -22,11 +22,10 @@ from rekindle.runtime.admin.state_transfer import StateTransfer
 from rekindle.runtime.background import Pieces
 from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
-from rekindle.runtime.encode.input_processor import InputProcessor
+from rekindle.runtime.encode.input_processor import InputProcessor, OutputFormat
 from rekindle.runtime.reuse.admission import Admission
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.reuse.sessions import Pins, Sessions
-from rekindle.runtime.schedule.output import OutputFormat
 from rekindle.runtime.schedule.pipeline import Pipeline
 from rekindle.runtime.schedule.scheduler import Scheduler
 from rekindle.runtime.storage.storage import Storage

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import structs
 
 from rekindle.chat.encode import Encoder
-from rekindle.chat.escaping import EndMarkers
+from rekindle.chat.escaping import EndMarkers, unescape
+from rekindle.chat.grammar.lark import Grammar
+from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.chat.messages import picture_text, with_digests
 from rekindle.chat.normalise import normalise
 from rekindle.chat.prompt import Pictures, Prompt
-from rekindle.engine.base import Capabilities
+from rekindle.chat.tools.registry import select
+from rekindle.engine.base import Capabilities, TokenMask
 from rekindle.errors import BadRequest, ContextTooLong
 from rekindle.kvcache.block import namespace
 from rekindle.kvcache.entries.index import EntryIndex
@@ -32,7 +35,7 @@ from rekindle.runtime.encode.request import (
     precision,
 )
 from rekindle.runtime.encode.threads import check_token_ids
-from rekindle.runtime.schedule.output import OutputFormat, ReplyDecoding
+from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.tokens import Tokenizer, Tokens
 
 About = TypeVar("About", GenerateRequest, Validate, IndexPrompt, Tokenize)
@@ -222,3 +225,70 @@ def _characters(value: object) -> int:
     if isinstance(value, list):
         return sum(_characters(each) for each in value)
     return 0
+
+
+class OutputFormat:
+    """The tool-call and reasoning format of one model. Thread-safe."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: str | None,
+        *,
+        tool_format: str | None = None,
+        reasoning_format: str | None = None,
+    ) -> None:
+        self.format = select(template, tool_format=tool_format, reasoning_format=reasoning_format)
+        self._control = tokenizer.control_texts
+        self._shown = self._tokens(self.format.markers)
+        self.end_tokens = tokenizer.end_tokens | self._tokens(self.format.end_markers)
+        self._grammars = self.format.grammars(self._control)
+        self._compiler = GrammarCompiler(
+            tokenizer, vocabulary_size=tokenizer.size, end_tokens=self.end_tokens
+        )
+
+    def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:
+        return frozenset(self._control[text] for text in texts if text in self._control)
+
+    def decodings(
+        self, request: GenerateRequest, prompt: Prompt, count: int
+    ) -> list[ReplyDecoding]:
+        """Return one decoding for each of `count` choices. The grammar is compiled once.
+
+        Raises BadRequest for a schema that cannot be enforced.
+        """
+        output = request.structured_output
+        if request.messages is None or request.prepare is not None:
+            masks = self._masks(self._grammars.text(output) if output else None, count)
+            return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
+        # The last 4 KiB suffice to see whether the prompt ends inside reasoning.
+        end = unescape(prompt.escaped[-4096:]).decode(errors="ignore")
+        opened = self.format.opens_reasoning(end)
+        tools = [*(request.tools or ()), *request.loaded_tools]
+        calls = bool(tools) and request.tool_use.choice != "none"
+        masks = self._masks(self._grammar(request, tools if calls else [], opened=opened), count)
+        if not calls and self.format.reasoning is None:
+            return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
+        return [
+            ReplyDecoding(
+                self.format.parser(tools, calls=calls, opened=opened),
+                self._shown,
+                mask,
+                self.end_tokens,
+            )
+            for mask in masks
+        ]
+
+    def _masks(self, grammar: Grammar | None, count: int) -> Sequence[TokenMask | None]:
+        if grammar is None:
+            return [None] * count
+        first = self._compiler.compile(grammar)
+        return [first, *(first.copy() for _ in range(count - 1))]
+
+    def _grammar(
+        self, request: GenerateRequest, callable_tools: list[Any], *, opened: bool
+    ) -> Grammar | None:
+        output = request.structured_output
+        if not callable_tools:
+            return self._grammars.answer(output, opened=opened) if output else None
+        return self._grammars.calls(callable_tools, request.tool_use, opened=opened, answer=output)
