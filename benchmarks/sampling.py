@@ -26,8 +26,7 @@ import numpy as np
 from rekindle.engine.base import Row
 from rekindle.engine.llamacpp.bindings import declare, load_library
 from rekindle.engine.sampling import native
-from rekindle.engine.sampling.sampler import TokenSampler
-from rekindle.engine.sampling.step import StepSampler
+from rekindle.engine.sampling.sampler import StepSampler, TokenSampler
 from rekindle.protocol.requests import SamplingParams
 
 ROUNDS = 5

@@ -15,7 +15,7 @@ from typing import Any
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.sampling.step import StepSampler
+from rekindle.engine.sampling.sampler import StepSampler
 from rekindle.protocol.requests import SamplingParams
 from rekindle.runtime.schedule.outbox import Outbox
 from rekindle.runtime.schedule.scheduler import Scheduler

@@ -207,3 +207,18 @@ class Unavailable(ServerError):
 def as_server_error(error: Exception, doing: str) -> ServerError:
     """Return a ServerError unchanged, and wrap any other error in one that says what failed."""
     return error if isinstance(error, ServerError) else ServerError(f"{doing} failed: {error!r}")
+
+
+class BadMedia(BadRequest):
+    """An image or video cannot be fetched or decoded, or is too large."""
+
+    code = "invalid_media"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="messages")
+
+
+class MediaRefused(BadMedia):
+    """The server must not fetch from this address."""
+
+    code = "media_refused"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
-from rekindle.http.drain import Drain, Server
+from rekindle.http.middleware import Drain, Server
 from rekindle.http.protocol import HttpProtocol
 from tests.api.scripted import Front
 

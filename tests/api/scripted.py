@@ -18,7 +18,7 @@ from rekindle.api.base.models import ServedModels
 from rekindle.config import Config
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.front.app import build_app
-from rekindle.http.drain import Drain
+from rekindle.http.middleware import Drain
 from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.embeddings import EmbedRequest, RankRequest
 from rekindle.protocol.events import (

@@ -7,7 +7,7 @@ import pytest
 
 from rekindle.engine.base import Engine, Matrix, Sequence, Work, run_step
 from rekindle.errors import Unsupported
-from rekindle.protocol.media import Picture
+from rekindle.protocol.requests import Picture
 from rekindle.tokens import Media, Tokens
 from tests.contract.actions import GREEDY, PROMPT, blocks, decode, prefill
 from tests.contract.engines import blind_engines, seeing_engines

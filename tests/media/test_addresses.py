@@ -6,8 +6,8 @@ from ipaddress import ip_address
 
 import pytest
 
+from rekindle.errors import BadMedia, MediaRefused
 from rekindle.media.addresses import AllowList, is_public, parse_listed, parse_web_url
-from rekindle.media.errors import BadMedia, MediaRefused
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
+from rekindle.errors import BadMedia
 from rekindle.media.decoder import Decoder, DecoderProcess
-from rekindle.media.errors import BadMedia
 from rekindle.media.jobs import Frame, ImageJob, Job, Sizing, VideoJob
 from tests.media.files import clip, plain, png, saved
 

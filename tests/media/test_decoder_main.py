@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from rekindle.errors import BadMedia
 from rekindle.media.decoder import Decoder
-from rekindle.media.errors import BadMedia
 from rekindle.media.jobs import ImageJob, Job, Sizing, VideoJob
 from tests.media.files import clip, corner, saved
 from tests.support.rounds import rounds

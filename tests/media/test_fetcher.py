@@ -11,8 +11,8 @@ from unittest.mock import patch
 import httpcore
 import pytest
 
+from rekindle.errors import BadMedia, MediaRefused
 from rekindle.media.addresses import Address, AllowList
-from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.fetcher import Fetcher, FetchLimits, SystemResolver
 from tests.media.attacker import PEM, Attacker, Canary, attacking
 

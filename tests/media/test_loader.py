@@ -12,11 +12,10 @@ from unittest.mock import patch
 
 import pytest
 
-from rekindle.errors import TooManyRequests
+from rekindle.errors import BadMedia, MediaRefused, TooManyRequests
 from rekindle.media import loader
 from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
-from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.fetcher import Fetcher, FetchLimits
 from rekindle.media.jobs import LIMITS, Frame, ImageJob, Job, Sizing, VideoJob
 from rekindle.media.loader import (
@@ -27,7 +26,7 @@ from rekindle.media.loader import (
     MediaSource,
     cache_key,
 )
-from rekindle.protocol.media import picture
+from rekindle.protocol.requests import picture
 from tests.media.attacker import Attacker, attacking
 from tests.media.files import BLUE, clip, plain, saved
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rekindle.media.errors import BadMedia, MediaRefused
+from rekindle.errors import BadMedia, MediaRefused
 from rekindle.media.loader import read_file_url
 
 MAX_BYTES = 1 << 20

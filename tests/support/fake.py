@@ -30,8 +30,7 @@ from rekindle.engine.base import (
 from rekindle.engine.cells import Cells
 from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull, Unsupported
 from rekindle.memory import plain_memory
-from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import SamplingParams
+from rekindle.protocol.requests import Picture, SamplingParams
 from rekindle.tokens import MEDIA_BIT, Tokenizer, Tokens, pack
 from tests.support.pictures import PlainProjector
 

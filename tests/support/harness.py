@@ -26,8 +26,7 @@ from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import AdminOp, AdminRequest, AdminResult
 from rekindle.protocol.events import TERMINAL, Delta, Event, Finished, Started, TextDelta
 from rekindle.protocol.frames import LogLine
-from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import GenerateRequest, SamplingParams
+from rekindle.protocol.requests import GenerateRequest, Picture, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
 from rekindle.runtime.device.images import EncodedPictures

@@ -6,7 +6,7 @@ import numpy as np
 from blake3 import blake3
 
 from rekindle.engine.base import Matrix
-from rekindle.protocol.media import Picture, picture
+from rekindle.protocol.requests import Picture, picture
 from rekindle.tokens import Tokens
 
 BEGIN, END, BETWEEN = 5, 6, 7  # tokens around each picture and between tiles

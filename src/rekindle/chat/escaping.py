@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rekindle.errors import BadRequest
-from rekindle.protocol.nesting import depth_exceeds
+from rekindle.protocol.requests import depth_exceeds
 from rekindle.tokens import common_length
 
 OPEN, CLOSE = b"\xff", b"\xfe"

@@ -14,8 +14,7 @@ from typing import Any, NoReturn
 
 from rekindle.chat.escaping import unescape
 from rekindle.errors import BadRequest, TemplateFailed
-from rekindle.protocol.media import IMAGE, count_images
-from rekindle.protocol.nesting import depth_exceeds
+from rekindle.protocol.requests import IMAGE, count_images, depth_exceeds
 
 Message = Mapping[str, Any]
 

@@ -14,8 +14,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from rekindle.protocol.media import IMAGE, Picture
-from rekindle.protocol.requests import SamplingParams
+from rekindle.protocol.requests import IMAGE, Picture, SamplingParams
 from rekindle.tokens import Tokenizer, Tokens
 
 Blob = bytes | bytearray | memoryview  # the state of a block, as bytes

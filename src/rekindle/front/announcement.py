@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from rekindle.config import Config
 from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Capacity, Ready
-from rekindle.protocol.media import IMAGE
+from rekindle.protocol.requests import IMAGE
 from rekindle.protocol.settings import GB
 from rekindle.worker.client import RuntimeClient
 

@@ -42,8 +42,7 @@ from rekindle.front import docs, metrics
 from rekindle.front.docs import EVERY_OPERATION, DocumentedApp
 from rekindle.http.auth import KeyFile, Keys
 from rekindle.http.body import VALIDATORS, open_validators
-from rekindle.http.drain import Drain
-from rekindle.http.middleware import RequestMiddleware
+from rekindle.http.middleware import Drain, RequestMiddleware
 from rekindle.http.responses import OPENAI_ERRORS, ErrorFormat, ErrorResponse, documented
 from rekindle.media.loader import MediaLoader
 from rekindle.version import __version__

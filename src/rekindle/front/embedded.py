@@ -27,7 +27,7 @@ from rekindle.errors import BadRequest, ConfigError
 from rekindle.front import launch
 from rekindle.front.app import api_keys
 from rekindle.http.auth import OPEN_SALT
-from rekindle.http.drain import Server
+from rekindle.http.middleware import Server
 from rekindle.media.loader import MediaLoader
 from rekindle.protocol.events import Delta, TextDelta
 

@@ -26,8 +26,8 @@ from rekindle.front.announcement import announce
 from rekindle.front.app import api_keys, build_app
 from rekindle.front.warmup import warm
 from rekindle.http.auth import LOOPBACK, Keys
-from rekindle.http.drain import DRAIN_S, Drain, Server
 from rekindle.http.logs import log_to
+from rekindle.http.middleware import DRAIN_S, Drain, Server
 from rekindle.http.protocol import HttpProtocol
 from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import progress_bar, progress_on

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rekindle.kvcache.block import Block, BlockKind, PrefixHandle, WriteBack, chain_key, subtree
 from rekindle.kvcache.fetches import Fetches, OnStall
-from rekindle.kvcache.placement import Placement, WriteBackQueue
-from rekindle.kvcache.tiered import StoreCounts, TieredTree
+from rekindle.kvcache.placement import Placement, StoreCounts, TieredTree, WriteBackQueue
 from rekindle.kvcache.tiers.base import (
     BlocksFound,
     Fetch,

@@ -21,7 +21,7 @@ from ipaddress import (
 from typing import TypeAlias
 from urllib.parse import quote, urljoin
 
-from rekindle.media.errors import BadMedia, MediaRefused
+from rekindle.errors import BadMedia, MediaRefused
 
 Address: TypeAlias = IPv4Address | IPv6Address
 Network: TypeAlias = IPv4Network | IPv6Network

@@ -10,8 +10,8 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 
+from rekindle.errors import BadMedia
 from rekindle.fair_queue import FairSlots
-from rekindle.media.errors import BadMedia
 from rekindle.media.jobs import (
     LENGTH,
     LIMITS,
@@ -22,7 +22,7 @@ from rekindle.media.jobs import (
     framed,
     read_result,
 )
-from rekindle.protocol.media import CHANNELS
+from rekindle.protocol.requests import CHANNELS
 
 #: The environment variables of a decoder process, besides Python's. It gets no API keys.
 PASSED_VARIABLES = (

@@ -15,8 +15,8 @@ from typing import Any
 
 import httpcore
 
+from rekindle.errors import BadMedia, MediaRefused
 from rekindle.media.addresses import Address, AllowList, WebUrl, parse_web_url
-from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.version import __version__
 
 Resolve = Callable[[str], Awaitable[list[Address]]]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 from msgspec import Struct
 
-from rekindle.protocol.media import CHANNELS
+from rekindle.protocol.requests import CHANNELS
 
 LENGTH = struct.Struct(">I")
 

@@ -12,14 +12,14 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
+from rekindle.errors import BadMedia, MediaRefused
 from rekindle.fair_queue import FairSlots
 from rekindle.lru import ByteLru
 from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
-from rekindle.media.errors import BadMedia, MediaRefused
 from rekindle.media.fetcher import Fetcher
 from rekindle.media.jobs import LIMITS, ImageJob, Job, Sizing, VideoJob
-from rekindle.protocol.media import CHANNELS, Picture, picture
+from rekindle.protocol.requests import CHANNELS, Picture, picture
 
 Hold = Callable[[int], None]  # counts memory that a request uses, or raises
 

@@ -7,8 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from rekindle.protocol.events import Divergence, ErrorInfo, Reason, Status
-from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import Prepare
+from rekindle.protocol.requests import Picture, Prepare
 from rekindle.protocol.settings import Normalise
 
 

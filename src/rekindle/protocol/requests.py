@@ -1,4 +1,4 @@
-"""Defines the requests of the front to a runtime: load a model, generate, cancel, stop."""
+"""Defines the requests of the front to a runtime, and the images that travel with them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,44 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from blake3 import blake3
 from msgspec import Struct, structs
 
-from rekindle.protocol.media import Picture
 from rekindle.protocol.settings import Normalise, RuntimeSettings
+
+TEXT = "text"
+IMAGE = "image"
+CHANNELS = 3  # red, green and blue, one byte each
+
+
+class Picture(Struct, frozen=True):
+    """A picture as the runtime gets it: decoded, upright, on a white background, resized."""
+
+    width: int
+    height: int
+    pixels: bytes  # RGB, 8 bits per channel, row by row
+    digest: bytes  # equal pictures have equal digests
+
+
+def picture(width: int, height: int, pixels: bytes) -> Picture:
+    """Build a picture with its digest."""
+    if len(pixels) != width * height * CHANNELS:
+        raise ValueError(f"a picture of {width} x {height} cannot have {len(pixels)} bytes")
+    return Picture(width, height, pixels, picture_digest(width, height, pixels))
+
+
+def picture_digest(width: int, height: int, pixels: bytes) -> bytes:
+    """Hash the size and the pixels (BLAKE3), so that 2 x 8 pixels differ from 4 x 4."""
+    size = width.to_bytes(4, "little") + height.to_bytes(4, "little")
+    return blake3(size).update(pixels).digest()
+
+
+def count_images(messages: list[dict[str, Any]]) -> int:
+    """Count the image parts. The n-th part stands for the n-th picture of the request."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return sum(part.get("type") == IMAGE for part in parts if isinstance(part, dict))
+
 
 #: Environment variable with the name of an engine module outside this package.
 ENGINE_MODULE = "REKINDLE_ENGINE_MODULE"
@@ -174,3 +208,22 @@ class Cancel(Struct, tag=True):
 
 class Stop(Struct, tag=True):
     """Cancel all turns, keep their state, and end the process."""
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yield the values of each nesting level, starting with the value itself."""
+    level = [value]
+    while level:
+        yield level
+        level = [inner for outer in level for inner in _children(outer)]
+
+
+def depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether a value has more than `limit` levels. A string or a number has one level."""
+    return any(depth > limit for depth, _ in enumerate(levels(value), start=1))
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []

@@ -19,10 +19,10 @@ from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin.admin import Admin
 from rekindle.runtime.admin.cache_info import CacheInfo, TurnCounts, View
 from rekindle.runtime.admin.state_transfer import StateTransfer
-from rekindle.runtime.background import Pieces
 from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.encode.input_processor import InputProcessor, OutputFormat
+from rekindle.runtime.model_process import Pieces
 from rekindle.runtime.reuse.admission import Admission
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.reuse.sessions import Pins, Sessions

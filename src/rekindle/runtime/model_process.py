@@ -11,22 +11,15 @@ import socket
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from rekindle.protocol.admin import AdminReply, AdminRequest, Detokenize, Tokenize
 from rekindle.protocol.events import Cancelled, Event, Failed
-from rekindle.protocol.frames import (
-    Events,
-    Heartbeat,
-    Ready,
-    Received,
-    ToFront,
-    TurnRequest,
-    frame,
-)
+from rekindle.protocol.frames import Events, Heartbeat, Ready, Received, ToFront, TurnRequest, frame
 from rekindle.protocol.requests import Cancel, LoadModel, Stop
 from rekindle.runtime.encode.threads import Encoders, Job, Tokenisation
 
@@ -189,3 +182,47 @@ class ModelProcess(ABC, Generic[T]):
                 yield self._inbox.get(timeout=self._max_wait_s)
         while not self._inbox.empty():  # only this thread takes messages out
             yield self._inbox.get_nowait()
+
+
+PIECE_ENTRIES = 256  # number of cache entries that one piece of work looks at
+
+Pieces = Generator[None, None, T]  # work that yields after each piece, and its result
+
+
+class Background:
+    """Runs work that belongs to no turn on the engine's thread, between two steps.
+
+    Each time it works for `budget_s`, plus the rest of one piece at most.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, budget_s: float = 0.002
+    ) -> None:
+        """An engine step takes at least ten times as long as the default budget."""
+        self._clock = clock
+        self._budget_s = budget_s
+        self._works: deque[Pieces[None]] = deque()
+
+    def add(self, work: Pieces[None]) -> None:
+        self._works.append(work)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._works)
+
+    def run(self) -> bool:
+        """Do one piece of each work in turn until the budget is spent. Returns `has_work`."""
+        if not self._works:
+            return False
+        until = self._clock() + self._budget_s
+        while self._works:
+            work = self._works.popleft()
+            try:
+                next(work)
+            except StopIteration:
+                pass
+            else:
+                self._works.append(work)
+            if self._clock() >= until:
+                break
+        return self.has_work

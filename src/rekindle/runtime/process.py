@@ -20,12 +20,11 @@ from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, Index
 from rekindle.protocol.events import Failed
 from rekindle.protocol.frames import DeviceInfo, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
-from rekindle.runtime.background import Background, Pieces
 from rekindle.runtime.build import Runtime, build, formats
 from rekindle.runtime.encode.request import EncodedPrompt, Stopwatch, check_kv_bits
 from rekindle.runtime.encode.threads import Tokenisation
 from rekindle.runtime.loading import load_model
-from rekindle.runtime.model_process import ModelProcess
+from rekindle.runtime.model_process import Background, ModelProcess, Pieces
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.runtime.storage.opening import capacities, choose_budgets, open_storage
 from rekindle.runtime.storage.storage import StorageEvent

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 
+from rekindle.errors import BadMedia
 from rekindle.media import loader
 from rekindle.media.decoder import Decoder
-from rekindle.media.errors import BadMedia
 from rekindle.media.image import DecodeError, decode_base64, decode_image
 from rekindle.media.jobs import Frame, Job, VideoJob
 from rekindle.media.video import decode_video
 from rekindle.protocol.admin import IndexPrompt, Validate, Validation
 from rekindle.protocol.events import Reason
-from rekindle.protocol.media import count_images, picture
-from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.requests import GenerateRequest, count_images, picture
 from tests.api.scripted import Front, ScriptedRuntime, error
 from tests.media.attacker import Canary
 from tests.media.files import BLUE, clip, corner, plain, saved

@@ -16,7 +16,7 @@ from rekindle.engine.base import EngineOptions, Matrix, Sequence, Work, run_step
 from rekindle.engine.llamacpp import vision as mtmd
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import CorruptBlock
-from rekindle.protocol.media import Picture
+from rekindle.protocol.requests import Picture
 from tests.contract.actions import GREEDY, PROMPT
 from tests.support.pictures import drawn
 from tests.support.tiny import WIDTH

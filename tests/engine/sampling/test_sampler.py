@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import Row
-from rekindle.engine.sampling.sampler import TokenSampler
-from rekindle.engine.sampling.step import build_step_sampler
+from rekindle.engine.sampling.sampler import TokenSampler, build_step_sampler
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sampling.reference import probabilities
 

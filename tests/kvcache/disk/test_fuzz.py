@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from rekindle.errors import CorruptBlock, IndexDamaged
 from rekindle.kvcache.codec import seal
 from rekindle.kvcache.disk.block_files import BlockFiles
-from rekindle.kvcache.disk.entry_table import EntryRow, PutEntry
+from rekindle.kvcache.disk.entry_table import PIECE_BYTES, EntryRow, PutEntry
 from rekindle.kvcache.disk.folder import open_block_files
 from rekindle.kvcache.disk.index_db import IndexDb
-from rekindle.kvcache.disk.pieces import PIECE_BYTES
 from tests.kvcache.records import SECRET, chain, entry, key_of, size_of
 from tests.support.rounds import rounds
 

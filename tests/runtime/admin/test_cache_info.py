@@ -21,7 +21,7 @@ from rekindle.protocol.admin import (
     Stats,
 )
 from rekindle.protocol.requests import Names
-from rekindle.runtime.background import PIECE_ENTRIES
+from rekindle.runtime.model_process import PIECE_ENTRIES
 from tests.chat.templates import CHATML
 from tests.support.conversations import Conversations
 from tests.support.effort import calls_made

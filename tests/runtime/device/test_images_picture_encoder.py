@@ -15,8 +15,7 @@ from rekindle.errors import BadRequest, ContextTooLong, Unsupported
 from rekindle.kvcache.disk.image_files import PictureFiles
 from rekindle.protocol.admin import Validate, Validation
 from rekindle.protocol.events import Failed
-from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import Names, Prepare
+from rekindle.protocol.requests import Names, Picture, Prepare
 from rekindle.runtime.device import images as encoded_pictures
 from tests.support.fake import VECTOR_WIDTH, AsciiTokenizer, FakeEngine
 from tests.support.harness import Reply, RuntimeHarness

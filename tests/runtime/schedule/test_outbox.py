@@ -19,7 +19,7 @@ from rekindle.protocol.events import (
     TokenLogprob,
     ToolCallStart,
 )
-from rekindle.protocol.media import Picture
+from rekindle.protocol.requests import Picture
 from rekindle.runtime.schedule.outbox import MAX_DELAY_S, _merged
 from tests.support.fake import AsciiTokenizer, FakeEngine, FakePending
 from tests.support.harness import Reply, RuntimeHarness

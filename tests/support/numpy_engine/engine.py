@@ -31,8 +31,7 @@ from rekindle.engine.cells import Cells
 from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.errors import CorruptBlock, ModelError, PoolFull
 from rekindle.memory import plain_memory
-from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import SamplingParams
+from rekindle.protocol.requests import Picture, SamplingParams
 from rekindle.tokens import Tokens
 from tests.support.numpy_engine.model import FORMAT, WIDTH, Array, ModelFile, TinyTransformer
 from tests.support.numpy_engine.tokenizer import TEMPLATE, ByteTokenizer

@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from rekindle.errors import BadRequest
-from rekindle.protocol.nesting import depth_exceeds, levels
+from rekindle.protocol.requests import depth_exceeds, levels
 from rekindle.protocol.settings import Normaliser
 
 MAX_ITEMS = 20_000  # messages, or content parts, in one request

@@ -14,7 +14,7 @@ from rekindle.errors import Unsupported
 from rekindle.http.auth import caller_of
 from rekindle.http.body import body_of, run_off_loop_if_large
 from rekindle.media.loader import Hold, LoadedImage, MediaLoader, MediaSource
-from rekindle.protocol.media import IMAGE, TEXT, Picture
+from rekindle.protocol.requests import IMAGE, TEXT, Picture
 from rekindle.worker.client import RuntimeClient
 
 MEDIA = "media"  # key of the MediaLoader in the application's state

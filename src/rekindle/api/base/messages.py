@@ -33,7 +33,7 @@ from rekindle.api.base.fields import (
 from rekindle.errors import Unsupported
 from rekindle.media.jobs import LIMITS, Sizing
 from rekindle.media.loader import FrameSampling, MediaSource
-from rekindle.protocol.media import IMAGE, TEXT
+from rekindle.protocol.requests import IMAGE, TEXT
 
 MAX_SIDE = 2048  # of an image as the model gets it, in pixels
 VIDEO = "video"  # type of a part, until the video's frames are known

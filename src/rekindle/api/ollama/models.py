@@ -25,7 +25,7 @@ from rekindle.http.body import JsonRoute
 from rekindle.http.responses import JsonResponse, documented
 from rekindle.models.pull import pull
 from rekindle.protocol.frames import Ready
-from rekindle.protocol.media import IMAGE
+from rekindle.protocol.requests import IMAGE
 from rekindle.worker.client import RuntimeClient
 
 LATEST = ":latest"  # clients add it to a name without a tag

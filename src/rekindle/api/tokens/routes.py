@@ -19,7 +19,7 @@ from rekindle.errors import BadRequest, Unsupported
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import Detokenize, Detokenized, Tokenize, Tokenized
-from rekindle.protocol.media import IMAGE
+from rekindle.protocol.requests import IMAGE
 from rekindle.version import __version__
 from rekindle.worker.client import RuntimeClient
 

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from rekindle.chat.grammar.lark import styled
 from rekindle.chat.grammar.trial import first_line
 from rekindle.errors import BadRequest, Unsupported
-from rekindle.protocol.nesting import levels
+from rekindle.protocol.requests import levels
 
 Schema = Mapping[str, Any]
 

@@ -21,7 +21,7 @@ from rekindle.engine.llamacpp.sizes import Sizes, find_gpus
 from rekindle.engine.llamacpp.state import BITS, GROUPS
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.models.gguf_files import split_names
-from rekindle.protocol.media import IMAGE, TEXT
+from rekindle.protocol.requests import IMAGE, TEXT
 
 STATE_FORMAT = "llama.cpp state, unified, flash attention, 2"
 

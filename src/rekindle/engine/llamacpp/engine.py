@@ -33,11 +33,10 @@ from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.sequences import LlamaSequences
 from rekindle.engine.llamacpp.sizes import choose_sizes
 from rekindle.engine.llamacpp.vision import Projector
-from rekindle.engine.sampling.sampler import TokenSampler
-from rekindle.engine.sampling.step import build_step_sampler
+from rekindle.engine.sampling.sampler import TokenSampler, build_step_sampler
 from rekindle.errors import EngineBroken, ModelError, PoolFull, ProjectorError, Unsupported
 from rekindle.memory import plain_memory
-from rekindle.protocol.media import Picture
+from rekindle.protocol.requests import Picture
 from rekindle.tokens import Tokens
 
 

@@ -38,7 +38,7 @@ from rekindle.engine.llamacpp.batch import PLACE, Places, join_places
 from rekindle.engine.llamacpp.bindings import check_layout, declare, load_library
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.errors import BadRequest, ProjectorError, ServerError
-from rekindle.protocol.media import Picture
+from rekindle.protocol.requests import Picture
 from rekindle.tokens import MIN_MEDIA_TOKENS, Tokens
 
 

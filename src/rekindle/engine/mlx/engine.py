@@ -33,10 +33,9 @@ from rekindle.engine.mlx.model import LoadedModel, load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
-from rekindle.engine.sampling.sampler import TokenSampler
-from rekindle.engine.sampling.step import build_step_sampler
+from rekindle.engine.sampling.sampler import TokenSampler, build_step_sampler
 from rekindle.errors import PoolFull, Unsupported
-from rekindle.protocol.media import Picture
+from rekindle.protocol.requests import Picture
 from rekindle.tokens import Tokens
 
 

@@ -10,7 +10,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from rekindle.errors import IndexDamaged, IndexOutdated
-from rekindle.kvcache.disk import entry_table, pieces
+from rekindle.kvcache.disk import entry_table
+from rekindle.kvcache.disk import entry_table as pieces
 from rekindle.kvcache.disk.entry_table import (
     BlockRow,
     Change,

@@ -17,9 +17,9 @@ from rekindle.protocol import admin as ops
 from rekindle.protocol.events import Reason
 from rekindle.runtime.admin.cache_info import CacheInfo, View
 from rekindle.runtime.admin.state_transfer import Offload, StateTransfer
-from rekindle.runtime.background import PIECE_ENTRIES, Pieces
 from rekindle.runtime.encode.input_processor import InputProcessor
 from rekindle.runtime.encode.request import EncodedPrompt
+from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.reuse.report import (
     ReuseInputs,

@@ -23,7 +23,7 @@ from rekindle.protocol.admin import (
     Stats,
 )
 from rekindle.protocol.events import Status
-from rekindle.runtime.background import PIECE_ENTRIES, Pieces
+from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
 from rekindle.runtime.reuse.planner import Planner
 from rekindle.runtime.storage.storage import Storage
 

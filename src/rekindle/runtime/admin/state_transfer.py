@@ -15,8 +15,8 @@ from rekindle.kvcache.entries.entry import Draft, Entry, Name
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.memory import Buffer
 from rekindle.protocol.admin import StateFile
-from rekindle.runtime.background import Pieces
 from rekindle.runtime.encode.threads import check_token_ids
+from rekindle.runtime.model_process import Pieces
 from rekindle.runtime.reuse.restorer import FETCH_TIMEOUT_S
 from rekindle.runtime.storage.storage import Storage
 from rekindle.tokens import Tokens

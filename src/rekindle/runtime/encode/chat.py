@@ -19,8 +19,7 @@ from rekindle.chat.messages import Message, with_parsed_arguments
 from rekindle.chat.normalise import without_strict
 from rekindle.chat.prompt import ChatPrompt, Pictures
 from rekindle.errors import TemplateFailed
-from rekindle.kvcache.entries.index import EntryIndex
-from rekindle.kvcache.entries.text_index import TextIndex
+from rekindle.kvcache.entries.index import EntryIndex, TextIndex
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.runtime.encode.replay import History, RestoredMessage, find_replies

@@ -22,8 +22,7 @@ from rekindle.errors import BadRequest, ContextTooLong
 from rekindle.kvcache.block import namespace
 from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
-from rekindle.protocol.media import count_images
-from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.requests import GenerateRequest, count_images
 from rekindle.protocol.settings import Normaliser
 from rekindle.runtime.encode.chat import ChatEncoder, RecentChats
 from rekindle.runtime.encode.replay import History

@@ -16,8 +16,7 @@ from rekindle.errors import ModelError, Unsupported
 from rekindle.kvcache.block import WriteBack, kv_namespace
 from rekindle.kvcache.entries.entry import Entry, Reply
 from rekindle.protocol.events import Reason, Stages
-from rekindle.protocol.media import Picture
-from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.requests import GenerateRequest, Picture
 from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.tokens import Tokens
 

@@ -28,8 +28,8 @@ from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.runtime.background import PIECE_ENTRIES, Pieces
 from rekindle.runtime.device.images import EncodedPictures
+from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
 
 MIN_QUEUE_BYTES = 16 << 20
 PICTURES_SHARE = 16  # encoded images take one of this many bytes of the RAM and disk budgets

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import EngineOptions
+from rekindle.engine.llamacpp.context import StepThreads, ThreadChoice
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
-from rekindle.engine.llamacpp.step_threads import StepThreads, ThreadChoice
 from tests.contract.actions import PROMPT, decode, prefill
 from tests.support.tiny import write_llama
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.runtime.background import Background, Pieces
+from rekindle.runtime.model_process import Background, Pieces
 
 BUDGET_S = 0.002  # the default
 PIECE_S = BUDGET_S / 4

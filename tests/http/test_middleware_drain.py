@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rekindle.http import drain
+from rekindle.http import middleware as drain
 from tests.api.live import live, soon
 from tests.api.scripted import (
     HELLO,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.protocol.nesting import depth_exceeds, levels
+from rekindle.protocol.requests import depth_exceeds, levels
 
 
 def nested(depth: int) -> Any:

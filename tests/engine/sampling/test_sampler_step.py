@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from rekindle.engine.base import Matrix, Sampled
-from rekindle.engine.sampling import step as step_module
-from rekindle.engine.sampling.sampler import TokenSampler
-from rekindle.engine.sampling.step import StepSampler, build_step_sampler
+from rekindle.engine.sampling import sampler as step_module
+from rekindle.engine.sampling.sampler import StepSampler, TokenSampler, build_step_sampler
 from rekindle.protocol.requests import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled")

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rekindle.protocol.media import Picture, count_images, picture
+from rekindle.protocol.requests import Picture, count_images, picture
 
 GREY = bytes([128]) * 48
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.disk import entry_table, pieces
-from rekindle.kvcache.disk.pieces import NOTHING, PIECE_BYTES, Contents, Pieces, cut
+from rekindle.kvcache.disk import entry_table
+from rekindle.kvcache.disk import entry_table as pieces
+from rekindle.kvcache.disk.entry_table import NOTHING, PIECE_BYTES, Contents, Pieces, cut
 from tests.support.rounds import rounds
 
 LONG = bytes(number % 251 for number in range(5 * PIECE_BYTES + 7))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.entries import text_index
-from rekindle.kvcache.entries.text_index import TextIndex
+from rekindle.kvcache.entries import index as text_index
+from rekindle.kvcache.entries.index import TextIndex
 from rekindle.tokens import common_bytes
 from tests.support.effort import calls_made
 
