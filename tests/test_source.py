@@ -1,4 +1,4 @@
-"""The seams of the source tree, guarded: who imports whom, and where tests live."""
+"""Guards the structure of the source tree: who imports whom, how deep, and where tests are."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ PARTS = ("chat", "kvcache", "engine")  # they meet in runtime, and nowhere else
 FRONT = ("http", "worker", "api", "front", "cli", "media")  # the HTTP process and the command line
 BEHIND_PROTOCOL = (*PARTS, "runtime")  # the process of one model
 
-#: Imports from the front that cross the seam, each with its reason.
+#: Imports that break the rules, each with its reason.
 ALLOWED = {
     # `rekindle cache check` verifies a cache folder on disk, without any server.
     ("cli/cache.py", "rekindle.kvcache.disk.check"),
     ("cli/cache.py", "rekindle.kvcache.disk.secret"),
 }
 
-#: Files that see tiers through their interface alone.
+#: Files that may use tiers only through their interface.
 TIER_CLIENTS = [
-    *(SOURCE / "kvcache" / f"{name}.py" for name in ("store", "placement", "fetches", "tiered")),
+    *(SOURCE / "kvcache" / f"{name}.py" for name in ("store", "placement", "fetches")),
     *(SOURCE / "runtime").rglob("*.py"),
 ]
 
-#: Files of those that may name a tier, each with its reason.
+#: Exceptions, which may name a tier, each with its reason.
 MAY_NAME_TIERS = {
     "runtime/storage/storage.py",  # it says what RAM and the disk hold
     "runtime/storage/opening.py",  # it composes the tiers
 }
 
-#: Folders of tests that are about the whole program or what is beside it, or help the others.
+#: Test folders that do not mirror a source folder.
 NOT_MIRRORED = {"support", "contract", "e2e", "stress", "security", "bench", "tools"}
 
-#: Suites about several modules of their folder together.
+#: Suites that cover several modules of their folder.
 CROSS_CUTTING = {
     "api/anthropic/test_client.py",
     "api/openai/test_client.py",
@@ -72,11 +72,11 @@ CROSS_CUTTING = {
 MAX_FUNCTION_LINES = 45
 
 #: Measures of the import graph. A new capability may raise a number, with its reason next to it.
-MAX_MODULES = 280
-MAX_IMPORT_DEPTH = 27  # modules on the longest chain of imports
+MAX_MODULES = 260
+MAX_IMPORT_DEPTH = 18  # modules on the longest chain of imports
 MAX_SMALL_MODULES = 8  # below SMALL_MODULE_LINES and imported by a single other module
 SMALL_MODULE_LINES = 60  # not counting blank ones
-MAX_SHARED_CLASS_NAMES = 34  # class names that two modules outside the dialects define
+MAX_SHARED_CLASS_NAMES = 1  # `Engine` is the Python API and the engine interface
 
 #: The folders that each folder may import, besides itself. Modules at the root (errors, tokens,
 #: memory, version, event_stream) may be imported from everywhere.
@@ -106,7 +106,7 @@ BANNED = re.compile(
 
 
 def name_of(path: Path) -> str:
-    """A file's module name; a package's is that of its folder."""
+    """Return the module name of a file. A package has the name of its folder."""
     parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(("rekindle", *(parts[:-1] if parts[-1] == "__init__" else parts)))
 
@@ -116,7 +116,7 @@ MODULES = {name_of(path): path for path in FILES}
 
 
 def imported(path: Path) -> Iterator[str]:
-    """Every module a file imports, by its full name."""
+    """Yield the full name of every module that a file imports."""
     package = ("rekindle", *path.relative_to(SOURCE).parent.parts)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -131,7 +131,7 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """The modules of ours that a file imports anywhere: in functions and for types too."""
+    """Return the modules of this package that a file imports, also in functions and for types."""
     return {name for name in imported(path) if name in MODULES and name != name_of(path)}
 
 
@@ -140,7 +140,7 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one node (Tarjan)."""
+    """Return the strongly connected components with more than one node (Tarjan)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -167,14 +167,14 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_there_is_something_to_look_at() -> None:
+def test_the_guards_see_the_source_tree() -> None:
     assert {part for part in PARTS if (SOURCE / part).is_dir()} == set(PARTS)
     assert "rekindle.kvcache.block" in imported(SOURCE / "kvcache" / "store.py")
     assert "rekindle.front.app" in imported_modules(SOURCE / "front" / "launch.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_no_bytes_from_outside_can_become_code(path: Path) -> None:
+def test_no_module_executes_untrusted_bytes(path: Path) -> None:
     assert not BANNED.search(path.read_text())
 
 
@@ -191,19 +191,19 @@ def test_no_bytes_from_outside_can_become_code(path: Path) -> None:
         "exec(text)",
     ],
 )
-def test_each_banned_way_would_be_seen(line: str) -> None:
+def test_every_banned_call_is_detected(line: str) -> None:
     assert BANNED.search(line)
 
 
 @pytest.mark.parametrize(
     "line", ["yaml.safe_load(text)", "model.eval()", "create_subprocess_exec("]
 )
-def test_what_only_looks_alike_is_let_through(line: str) -> None:
+def test_similar_but_harmless_calls_are_allowed(line: str) -> None:
     assert not BANNED.search(line)
 
 
-def test_only_engine_knows_which_engines_there_are() -> None:
-    """Everybody else sees the protocol, and the runtime the registry."""
+def test_only_the_engine_folder_imports_engine_implementations() -> None:
+    """Everybody else imports the interface, and the runtime the registry."""
     inside = re.compile(r"rekindle\.engine\.(?!base|registry)\w")
     met = {
         f"{path.relative_to(SOURCE)}: {module}"
@@ -226,7 +226,7 @@ def test_chat_kvcache_and_engine_never_import_each_other(part: str) -> None:
     assert met == set()
 
 
-def test_the_front_imports_nothing_of_what_runs_a_model() -> None:
+def test_the_front_does_not_import_model_code() -> None:
     met = {
         (str(path.relative_to(SOURCE)), module)
         for package in FRONT
@@ -237,8 +237,8 @@ def test_the_front_imports_nothing_of_what_runs_a_model() -> None:
     assert met - ALLOWED == set()
 
 
-def test_a_launched_server_has_loaded_nothing_of_what_runs_a_model() -> None:
-    """Also not by way of something else that the front may import."""
+def test_a_launched_server_has_not_loaded_model_code() -> None:
+    """This also covers indirect imports."""
     code = (
         "import sys, rekindle.config, rekindle.front.launch as launch\n"
         "launch.build_app(rekindle.config.Config(), None)\n"
@@ -251,7 +251,7 @@ def test_a_launched_server_has_loaded_nothing_of_what_runs_a_model() -> None:
     assert [module for module in loaded if is_in(module, BEHIND_PROTOCOL)] == []
 
 
-def test_the_protocol_imports_nothing_else_of_ours() -> None:
+def test_the_protocol_imports_no_other_folder() -> None:
     met = {
         f"{path.name}: {module}"
         for path in (SOURCE / "protocol").rglob("*.py")
@@ -277,7 +277,7 @@ def test_a_dialect_imports_no_other_dialect() -> None:
 
 
 def test_no_engine_is_named_outside_the_engines() -> None:
-    """But for two lines of the registry: what generates text, and what makes vectors."""
+    """The registry has two lines that do: one for text generation and one for embeddings."""
     named = [
         f"{path.relative_to(SOURCE)}: {line.strip()}"
         for path in FILES
@@ -290,7 +290,7 @@ def test_no_engine_is_named_outside_the_engines() -> None:
 
 
 def tiers_named(path: Path) -> set[str]:
-    """The tiers that a file imports, or names in a string of its own."""
+    """Return the tiers that a file imports or names in a string."""
     tiers = {each.stem for each in (SOURCE / "kvcache" / "tiers").glob("*.py")}
     tiers -= {"__init__", "base", "budget"}
     modules = {f"rekindle.kvcache.tiers.{tier}" for tier in tiers}
@@ -303,7 +303,7 @@ def tiers_named(path: Path) -> set[str]:
     return found | (constants & tiers)
 
 
-def test_only_the_composition_knows_which_tiers_there_are() -> None:
+def test_only_the_composition_root_names_tiers() -> None:
     met = {
         f"{path.relative_to(SOURCE)}: {name}"
         for path in TIER_CLIENTS
@@ -313,7 +313,7 @@ def test_only_the_composition_knows_which_tiers_there_are() -> None:
     assert met == set()
 
 
-def test_each_named_tier_would_be_seen() -> None:
+def test_every_named_tier_is_detected() -> None:
     modules = ("disk.DiskTier", "disk", "ram.RamTier", "ram")
     imported = {f"rekindle.kvcache.tiers.{name}" for name in modules}
     assert tiers_named(SOURCE / "runtime" / "storage" / "opening.py") == imported
@@ -321,8 +321,8 @@ def test_each_named_tier_would_be_seen() -> None:
     assert tiers_named(SOURCE / "kvcache" / "tiers" / "ram.py") == {"ram"}
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Counting imports inside functions and behind TYPE_CHECKING."""
+def test_there_are_no_import_cycles() -> None:
+    """Imports inside functions and behind TYPE_CHECKING count as well."""
     graph = {module: imported_modules(path) for module, path in MODULES.items()}
     assert cycles(graph) == []
 
@@ -336,7 +336,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ({"a": {"b"}, "b": {"a", "c"}, "c": {"d"}, "d": {"c"}}, [["c", "d"], ["a", "b"]]),
     ],
 )
-def test_each_circle_would_be_seen(graph: dict[str, set[str]], found: list[list[str]]) -> None:
+def test_every_import_cycle_is_detected(graph: dict[str, set[str]], found: list[list[str]]) -> None:
     assert cycles(graph) == found
 
 
@@ -354,13 +354,13 @@ def test_functions_are_short_enough_to_read_at_once() -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """The modules that have any text, and which of them each one imports."""
+    """Return the modules that are not empty, with their imports."""
     modules = {name: path for name, path in MODULES.items() if path.read_text().strip()}
     return {name: imported_modules(path) & modules.keys() for name, path in modules.items()}
 
 
 def import_depth(graph: dict[str, set[str]]) -> int:
-    """The number of modules on the longest chain of imports."""
+    """Return the number of modules on the longest chain of imports."""
     depths: dict[str, int] = {}
 
     def depth(module: str) -> int:
@@ -425,7 +425,7 @@ def test_folders_import_only_what_lies_below_them() -> None:
 
 
 def test_tests_mirror_the_source() -> None:
-    """`tests/X/test_Y.py` is about the module Y of X, and so is `test_Y_topic.py`."""
+    """`tests/X/test_Y.py` and `tests/X/test_Y_topic.py` test the module `X/Y.py`."""
     stray = [
         str(path.relative_to(TESTS))
         for path in TESTS.rglob("test_*.py")
