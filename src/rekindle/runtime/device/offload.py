@@ -41,7 +41,7 @@ class Counts:
 
 
 class StepBudget:
-    """Limits how much state one step may restore, export, requantise or encode.
+    """Limits how much state one step may restore, export and requantise.
 
     Replies wait while state is moved. The budget is larger while no reply is being decoded, because
     then only the turn that is being restored waits.
