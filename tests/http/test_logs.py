@@ -122,7 +122,7 @@ def test_an_unexpected_error_has_the_id_in_response_and_log(log: io.StringIO) ->
 def test_every_line_about_a_turn_has_the_id(
     stream: bool, log: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rekindle.api.base.turns.LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("rekindle.api.base.reply.LOG_EVERY_S", 0.0)
     script: list[Step] = [Started(0, 10, 0), Prefill(0, 5, 10), delta("x"), finished()]
     Front(ScriptedRuntime(script)).chat(stream=stream, headers={"X-Request-Id": "abc"})
     progress, end = log.getvalue().splitlines()

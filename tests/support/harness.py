@@ -30,7 +30,7 @@ from rekindle.protocol.requests import GenerateRequest, Picture, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
 from rekindle.runtime.device.images import EncodedPictures
-from rekindle.runtime.encode.replay import find_replies
+from rekindle.runtime.encode.chat import find_replies
 from rekindle.runtime.encode.request import EncodedPrompt, EncodedRequest, Stopwatch, precision
 from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.runtime.schedule.turn import Turn

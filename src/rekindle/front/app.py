@@ -19,9 +19,9 @@ from starlette.responses import Response
 from rekindle.api.anthropic import routes as anthropic
 from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
 from rekindle.api.base import fields
-from rekindle.api.base.images import MEDIA
 from rekindle.api.base.models import ServedModels
-from rekindle.api.base.turns import ClientGone
+from rekindle.api.base.reply import ClientGone
+from rekindle.api.base.request import MEDIA
 from rekindle.api.cache import entries, files, internal, prepare, stats
 from rekindle.api.ollama import embed as ollama_embed
 from rekindle.api.ollama import models as ollama_models

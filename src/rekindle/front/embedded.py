@@ -16,10 +16,9 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from rekindle.api.base import fields as validation
-from rekindle.api.base.images import load_media
 from rekindle.api.base.models import ServedModels
-from rekindle.api.base.request import RequestBuilder
-from rekindle.api.base.turns import Turns
+from rekindle.api.base.reply import Turns
+from rekindle.api.base.request import RequestBuilder, load_media
 from rekindle.api.openai.request import chat_requests
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.config import Config, load_config

@@ -23,8 +23,7 @@ from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.encode.input_processor import InputProcessor, OutputFormat
 from rekindle.runtime.model_process import Pieces
-from rekindle.runtime.reuse.admission import Admission
-from rekindle.runtime.reuse.planner import Planner
+from rekindle.runtime.reuse.admission import Admission, Planner
 from rekindle.runtime.reuse.sessions import Pins, Sessions
 from rekindle.runtime.schedule.pipeline import Pipeline
 from rekindle.runtime.schedule.scheduler import Scheduler

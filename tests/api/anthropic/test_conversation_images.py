@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.api.anthropic.asking import ask, error
-from tests.api.base.test_images import RED_URL
+from tests.api.base.test_request_images import RED_URL
 from tests.api.scripted import Front, ScriptedRuntime
 
 BASE64 = {"type": "base64", "media_type": "image/png", "data": RED_URL.partition(",")[2]}

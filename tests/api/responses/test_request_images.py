@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.api.base.test_images import RED_URL
+from tests.api.base.test_request_images import RED_URL
 from tests.api.responses.asking import answered, ask, refused, runtime_of
 from tests.api.scripted import Front
 

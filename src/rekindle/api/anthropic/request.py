@@ -8,9 +8,8 @@ from typing import Any
 from rekindle.api.anthropic.caching import LIFETIMES_S, lifetime_of
 from rekindle.api.anthropic.conversation import loaded_tools, messages_of
 from rekindle.api.anthropic.schema import MessagesRequest, PromptFields, Toolbox
-from rekindle.api.base.images import RenderedChat
 from rekindle.api.base.messages import Message
-from rekindle.api.base.request import EFFORTS, RequestBuilder, or_default, short_name
+from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_default, short_name
 from rekindle.config import Config
 from rekindle.protocol.admin import Tokenize
 from rekindle.protocol.requests import GenerateRequest, Names

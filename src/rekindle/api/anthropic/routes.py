@@ -19,10 +19,9 @@ from rekindle.api.anthropic.reply import MessageReply
 from rekindle.api.anthropic.request import Conversation, count_request, generate_request
 from rekindle.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.images import render_chat
 from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
-from rekindle.api.base.request import RequestBuilder
+from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
 from rekindle.protocol.admin import Tokenized

@@ -17,9 +17,9 @@ from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient, refine_reason
 from rekindle.api.base.fields import MAX_ITEMS, FreeObject, Id, StrictModel
-from rekindle.api.base.images import render_chat
 from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.request import render_chat
 from rekindle.api.base.tools import Tools, described
 from rekindle.errors import BadRequest
 from rekindle.http.body import JsonRoute

@@ -10,12 +10,11 @@ from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, StrictModel, count_characters
-from rekindle.api.base.images import RenderedChat, render_chat
 from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.base.request import RequestBuilder
+from rekindle.api.base.reply import Turns, while_connected
+from rekindle.api.base.request import RenderedChat, RequestBuilder, render_chat
 from rekindle.api.base.tools import Tools, described
-from rekindle.api.base.turns import Turns, while_connected
 from rekindle.api.cache.entries import Prepared, prepared
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
 from rekindle.http.body import JsonRoute

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import models_of
-from rekindle.api.base.turns import result_of, while_connected
+from rekindle.api.base.reply import result_of, while_connected
 from rekindle.api.ollama.models import bare
 from rekindle.api.ollama.reply import NS, OllamaErrorBody
 from rekindle.api.ollama.schema import OllamaEmbedRequest

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.images import render_chat
 from rekindle.api.base.models import models_of
-from rekindle.api.base.request import RequestBuilder
+from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.base.tools import described
 from rekindle.api.ollama.models import runtime_named
 from rekindle.api.ollama.reply import RESPONSES, ChatReply, GenerateReply, line, stamped

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from rekindle.api.base.fields import Count, PromptInput, StrictModel, as_prompts
 from rekindle.api.base.models import models_of
-from rekindle.api.base.turns import result_of, while_connected
+from rekindle.api.base.reply import result_of, while_connected
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.protocol.embeddings import Embedded, EmbedRequest

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rekindle.api.base.fields import NO_LIMIT, stop_list
-from rekindle.api.base.images import RenderedChat
-from rekindle.api.base.request import RequestBuilder, or_default, retention
+from rekindle.api.base.request import RenderedChat, RequestBuilder, or_default, retention
 from rekindle.api.base.tools import described
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest, CompletionsBase
 from rekindle.config import Config

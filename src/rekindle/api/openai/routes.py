@@ -8,9 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.images import render_chat
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.base.request import RequestBuilder
+from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.openai.reply import ChatReply, TextReply
 from rekindle.api.openai.request import chat_requests, completion_requests
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest

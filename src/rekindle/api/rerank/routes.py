@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from rekindle.api.base.fields import Count, StrictModel, Text, at_most, limit_text, takes
 from rekindle.api.base.models import models_of
-from rekindle.api.base.turns import result_of, while_connected
+from rekindle.api.base.reply import result_of, while_connected
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute
 from rekindle.http.responses import JsonResponse

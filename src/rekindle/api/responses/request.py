@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import Any
 
 from rekindle.api.base.fields import MAX_ITEMS, TextBudget
-from rekindle.api.base.images import RenderedChat
 from rekindle.api.base.messages import (
     Message,
     ToolCall,
@@ -17,7 +16,7 @@ from rekindle.api.base.messages import (
     reply_message,
     tool_call,
 )
-from rekindle.api.base.request import EFFORTS, RequestBuilder, or_default, retention
+from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_default, retention
 from rekindle.api.base.signature import signed_text
 from rekindle.api.responses.items import (
     CallOutput,

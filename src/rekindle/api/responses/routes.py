@@ -9,10 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.images import render_chat
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
-from rekindle.api.base.request import RequestBuilder
+from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.responses.conversations import ConversationStore
 from rekindle.api.responses.errors import (
     PreviousResponseNotFound,

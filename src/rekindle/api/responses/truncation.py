@@ -13,8 +13,8 @@ from typing import Any
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.images import RenderedChat
 from rekindle.api.base.messages import Message, rendered
+from rekindle.api.base.request import RenderedChat
 from rekindle.api.responses.items import (
     CallOutput,
     CustomToolCall,

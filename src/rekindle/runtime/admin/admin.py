@@ -20,7 +20,7 @@ from rekindle.runtime.admin.state_transfer import Offload, StateTransfer
 from rekindle.runtime.encode.input_processor import InputProcessor
 from rekindle.runtime.encode.request import EncodedPrompt
 from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
-from rekindle.runtime.reuse.planner import Planner
+from rekindle.runtime.reuse.admission import Planner
 from rekindle.runtime.reuse.report import (
     ReuseInputs,
     changed_at,

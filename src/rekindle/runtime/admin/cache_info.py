@@ -24,7 +24,7 @@ from rekindle.protocol.admin import (
 )
 from rekindle.protocol.events import Status
 from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
-from rekindle.runtime.reuse.planner import Planner
+from rekindle.runtime.reuse.admission import Planner
 from rekindle.runtime.storage.storage import Storage
 
 View = bytes | None  # the namespace that the caller may see; None: an admin sees all of them

@@ -24,8 +24,7 @@ from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.requests import GenerateRequest, count_images
 from rekindle.protocol.settings import Normaliser
-from rekindle.runtime.encode.chat import ChatEncoder, RecentChats
-from rekindle.runtime.encode.replay import History
+from rekindle.runtime.encode.chat import ChatEncoder, History, RecentChats
 from rekindle.runtime.encode.request import (
     EncodedPrompt,
     EncodedRequest,

@@ -23,7 +23,7 @@ from rekindle.protocol.events import Finished, Reason
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import GenerateRequest, Names
 from rekindle.protocol.settings import WritePolicy
-from rekindle.runtime.encode.replay import still_valid
+from rekindle.runtime.encode.chat import still_valid
 from rekindle.runtime.encode.request import EncodedRequest, Lookup
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Tokens

@@ -13,8 +13,7 @@ from rekindle.runtime.device.kv_manager import KvManager
 from rekindle.runtime.schedule.batch import Batch, Batcher, StepClock, StepTiming
 from rekindle.runtime.schedule.outbox import Outbox
 from rekindle.runtime.schedule.pipeline import Pipeline, Start
-from rekindle.runtime.schedule.queues import TurnQueues, insert
-from rekindle.runtime.schedule.turn import Turn
+from rekindle.runtime.schedule.turn import Turn, TurnQueues, insert
 
 # A turn fails when the engine has lost its state more often than this.
 MAX_RESTARTS = 3

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from rekindle.api.base.turns import PrefillLog, Turns
+from rekindle.api.base.reply import PrefillLog, Turns
 from rekindle.errors import ReportedError
 from rekindle.protocol.events import Delta, Event, Prefill, Started
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
@@ -112,7 +112,7 @@ def test_each_turn_has_its_own_five_seconds(caplog: pytest.LogCaptureFixture) ->
 def test_a_stream_logs_its_prompt_before_there_is_anything_to_send(
     stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rekindle.api.base.turns.LOG_EVERY_S", 0.0)
+    monkeypatch.setattr("rekindle.api.base.reply.LOG_EVERY_S", 0.0)
     with caplog.at_level(logging.INFO, "rekindle.turn"):
         Front(ScriptedRuntime(SCRIPT)).chat(stream=stream)
     first, second, last = [record.getMessage() for record in caplog.records]
