@@ -81,7 +81,7 @@ def test_fewer_dimensions_truncate_and_normalise_the_vector(client: httpx.Client
     whole = vectors(client, input=TEXTS)[:, :5]
     few = vectors(client, input=TEXTS, dimensions=5)
     assert np.allclose(few, whole / np.linalg.norm(whole, axis=1, keepdims=True), atol=1e-6)
-    assert "up to 64" in refusal(post(client, {"input": "a", "dimensions": 65}))["message"]
+    assert "at most 64" in refusal(post(client, {"input": "a", "dimensions": 65}))["message"]
 
 
 def test_usage_counts_prompt_tokens_and_cached_tokens(client: httpx.Client) -> None:

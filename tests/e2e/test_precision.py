@@ -60,7 +60,7 @@ def test_a_requantised_conversation_answers_like_one_computed_at_that_precision(
     assert crossed.reused == len(first.tokens)
     said = crossed.finished.completion_tokens
     assert counts.computed_tokens - computed <= len(whole.tokens) - crossed.reused + said
-    assert counts.transcoded_tokens == START
+    assert counts.requantised_tokens == START
     assert (
         crossed.text
         == recomputed.text

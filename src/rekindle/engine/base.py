@@ -311,7 +311,8 @@ class Engine(Protocol):
         """Start a step, or raise PoolFull and change nothing.
 
         With `async_launch` this returns while the device computes. Until `collect`, the caller must
-        not touch the sequences of the step. Steps on different sequences may be in flight together.
+        not touch the sequences of the step. Steps in different KV pools may be in flight together,
+        because each `Pending` keeps what its own step needs.
         """
 
     def launch_next(self, pending: Pending, tokens: Seq[int]) -> Pending:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rekindle.engine.base import EngineOptions, Pending, Sampled
-from rekindle.errors import EngineBroken
+from rekindle.errors import EngineBroken, ServerError
 from rekindle.protocol.events import Cancelled, Event, Failed, Finished, Prefill
 from rekindle.protocol.requests import SamplingParams
 from tests.support.fake import FakeEngine, FakeSequences, NumberTokenizer
@@ -568,3 +568,44 @@ def test_a_stop_string_found_during_a_step_ends_the_turn_after_it(
     harness.run(ended, other)
     assert finished == [False, False]
     assert ended.finished.reason == "stop"
+
+
+@pytest.mark.parametrize("async_launch", [False, True])
+def test_a_token_without_text_sends_no_empty_message(*, async_launch: bool) -> None:
+    prompt = list(range(100, 140))
+    text = RuntimeHarness(FakeEngine()).ask(prompt, max_tokens=12).text
+    harness = RuntimeHarness(FakeEngine(async_launch=async_launch))
+    emit, sizes = harness.scheduler._emit, list[int]()
+
+    def note(events: list[Event]) -> None:
+        sizes.append(len(events))
+        emit(events)
+
+    harness.scheduler._emit = note
+    harness.ask(prompt, max_tokens=12, stop=(text[3:40] + "never",))
+    assert 0 not in sizes
+
+
+def test_a_turn_that_fails_is_told_so_even_if_keeping_its_state_breaks_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine()
+    harness = RuntimeHarness(engine)
+    reply = harness.submit(list(range(100, 160)), max_tokens=200)
+    for _ in range(6):
+        harness.scheduler.step()
+
+    def refuse(*_given: object) -> None:
+        raise ServerError("no memory")
+
+    def broken(*_given: object, **_named: object) -> None:
+        harness.kv.release(reply.turn)
+        engine.sequences.reset()
+        raise EngineBroken("export failed")
+
+    monkeypatch.setattr(harness.pipeline, "requantise", refuse)
+    monkeypatch.setattr(harness.kv, "retire", broken)
+    reply.turn.requantise_at = 1
+    for _ in range(4):
+        harness.scheduler.step()
+    assert reply.ended

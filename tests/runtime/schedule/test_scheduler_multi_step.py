@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rekindle.engine.base import Engine, EngineOptions
+from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import EngineBroken
 from rekindle.runtime.schedule.scheduler import MAX_MULTI_STEP_S
+from tests.contract.actions import PROMPT
+from tests.contract.engines import write_wide_llama
 from tests.support.fake import FakeEngine
 from tests.support.harness import Reply, RuntimeHarness
 
@@ -20,7 +25,7 @@ def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle.runtime.schedule.batch.time.perf_counter", lambda: 0.0)
 
 
-def harness_of(engine: FakeEngine, **settings: Any) -> RuntimeHarness:
+def harness_of(engine: Engine, **settings: Any) -> RuntimeHarness:
     return RuntimeHarness(engine, **{"is_undisturbed": lambda: True, **settings})
 
 
@@ -138,3 +143,14 @@ def test_an_engine_that_fails_tells_everybody() -> None:
     for _ in range(20):
         harness.scheduler.step()
     assert all(reply.ended for reply in replies)
+
+
+def test_replies_of_several_kv_types_decode_together(tmp_path: Path) -> None:
+    options = EngineOptions(
+        path=write_wide_llama(tmp_path / "wide.gguf"), parallel=4, threads=1, context_tokens=1024
+    )
+    harness = harness_of(LlamaCppEngine(options))
+    plain = harness.submit(PROMPT[:10], max_tokens=64, ignore_eos=True)
+    quantised = harness.submit(PROMPT[5:15], max_tokens=64, ignore_eos=True, kv_bits=8)
+    harness.run(plain, quantised)
+    assert len(plain.tokens) == len(quantised.tokens) == 64

@@ -135,9 +135,13 @@ class LlamaCppEngine:
         self.sequences.lengthen(call.work, on_gpu=self._model.on_gpu)
 
     def launch_next(self, pending: Pending, tokens: Seq[int]) -> LlamaPending:
-        """Repeat the only call of the step with new tokens. Rebuilding the call would take as long
-        as the native call of a small model."""
+        """Repeat the native call of the step with new tokens. Rebuilding the call would take as
+        long as the native call of a small model. A step with sequences of several KV types has
+        several calls and is launched anew."""
         assert isinstance(pending, LlamaPending)
+        if len(pending.calls) > 1:
+            items = zip(pending.work, tokens, strict=True)
+            return self.launch([item._replace(tokens=[token]) for item, token in items])
         [call] = pending.calls
         if self._pools.free_tokens(call.work[0].sequence.kv_type) < len(tokens):
             raise PoolFull("no free cells for this step")
@@ -168,7 +172,8 @@ class LlamaCppEngine:
             return []
         if self._model.on_gpu:
             self._step_sampler.arm(call.samplers, self.tokenizer.size)
-        logits = call.context.logits(call.sampled_rows, self.tokenizer.size)
+        with self.sequences.reset_when_broken():
+            logits = call.context.logits(call.sampled_rows, self.tokenizer.size)
         if self.observe is not None:
             for item, row in zip(call.sampling, logits, strict=True):
                 self.observe(item.sequence, row)

@@ -135,7 +135,7 @@ INLINE int64_t propose(const float *row, int64_t size, const Params *params, flo
     if (!(total > MIN_TOTAL && total < MAX_TOTAL)) return UNDECIDED;
     Nucleus nucleus = {memory, memory, size, size, total, params->top_p};
     double power = 1 / params->temperature - 1;
-    float outside = 0; /* lightest weight known to be outside the nucleus */
+    float outside = 0; /* heaviest weight known to be outside the nucleus */
     int64_t outside_at = -1;
     for (int number = 0; number < PROPOSALS; number++) {
         const uint64_t *words = params->words + 3 * number;

@@ -107,9 +107,7 @@ class IdlePool:
             others = [each for each in self._idle if each.sequence is not excluded]
             if not others or self._budget.is_spent:
                 return False
-            victim = next(
-                filter(self._exports.can_leave, self._ranking.eviction_order(others)), None
-            )
+            victim = self._next_victim(others)
             if victim is None:  # no copy fits into the pool, so one is dropped without an export
                 self._idle.close(next(self._ranking.eviction_order(others)))
             elif not self._evict(victim):
@@ -139,9 +137,7 @@ class IdlePool:
                 continue
             parked = (each for each in self._idle if each.sequence.is_parked)
             others = (each for each in parked if each.sequence is not excluded)
-            victim = next(
-                filter(self._exports.can_leave, self._ranking.eviction_order(others)), None
-            )
+            victim = self._next_victim(others)
             if victim is None:
                 return self._evict(idle)
             if not self._evict(victim):

@@ -28,16 +28,16 @@ class Counts:
     reused_tokens: int = 0
     restored_bytes: int = 0
     exported_bytes: int = 0
-    transcoded_bytes: int = 0
-    transcoded_tokens: int = 0
+    requantised_bytes: int = 0
+    requantised_tokens: int = 0
     preemptions: int = 0
     rebuilds: int = 0
 
     @property
     def moved_bytes(self) -> int:
         """Bytes copied between engine and store, weighted by how long each takes."""
-        transcoded_bytes = REQUANTISATION_COST * self.transcoded_bytes
-        return self.restored_bytes + self.exported_bytes + transcoded_bytes
+        requantised_bytes = REQUANTISATION_COST * self.requantised_bytes
+        return self.restored_bytes + self.exported_bytes + requantised_bytes
 
 
 class StepBudget:

@@ -156,7 +156,7 @@ class Admission:
     def plan(self, turn: Turn, running: list[Turn], *, parked: bool = True) -> Plan[Sequence]:
         """Find the longest reusable prefix, and set the KV format that the turn starts with.
 
-        `parked=False` ignores sequences that are parked in host memory.
+        `parked=False` ignores sequences that are parked outside the pool.
         """
         route = self._planner.route(turn, lambda kv_format: self._live(kv_format, running, parked))
         turn.kv_format, turn.requantise_at = route.kv_format, route.requantise_at
@@ -174,7 +174,7 @@ class Admission:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))
         idle = [idle for idle in self._idle if idle.namespace in allowed]
         idle = [each for each in idle if parked or not each.sequence.is_parked]
-        for each in sorted(idle, key=lambda each: each.sequence.is_parked):  # device first
+        for each in sorted(idle, key=lambda each: each.sequence.is_parked):  # in the pool first
             yield Live(each.sequence, each.tokens, is_copied=each.sequence.is_parked)
 
     def reserve(
@@ -321,8 +321,8 @@ class Admission:
             blob, stop - start, source.kv_type, into.kv_type, resumable=resumable
         )
         self._sequences.restore(into, small, stop - start, resumable=resumable)
-        self._kv.counts.transcoded_bytes += len(blob)
-        self._kv.counts.transcoded_tokens += stop - start
+        self._kv.counts.requantised_bytes += len(blob)
+        self._kv.counts.requantised_tokens += stop - start
 
     def _truncate(self, turn: Turn, sequence: Sequence, plan: Plan[Sequence]) -> bool:
         """Truncate to where the turn can resume. False: the planned checkpoint is gone."""

@@ -154,7 +154,7 @@ class Batcher:
             if room <= 0:
                 break
             work = turn.next_work(room, self._step_tokens, whole_pictures=self._whole_pictures)
-            if len(work.tokens) > room and batch.has_prefill and not turn.request.exact:
+            if len(work.tokens) > room and len(batch) > batch.decoding and not turn.request.exact:
                 continue  # an image that has to be computed whole gets a step of its own
             batch.add_chunk(turn, work)
             room -= len(work.tokens)

@@ -33,7 +33,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self.is_due = False  # another step would delay the oldest token for too long
-        self.must_flush = False  # a turn has ended, or its next step depends on this one
+        self.must_flush = False  # the next step of a turn depends on what follows this one
         self.ended: list[Turn] = []  # turns whose last text was taken
         self._pending: list[tuple[Turn, Sampled | None]] = []
         self._oldest_s = 0.0  # when the first pending token was sampled
@@ -44,7 +44,7 @@ class Outbox:
     def collect(self, batch: Batch, results: list[Sampled | None], step_s: float) -> list[Event]:
         """Give each turn the result of a step. Returns the progress reports of the prompts."""
         progress: list[Event] = []
-        can_end = False  # the text of a token may end its reply
+        can_end = False  # a token, or its text, may end a reply
         collected: list[tuple[Turn, Sampled | None]] = []
         for (turn, work), sampled in zip(batch, results, strict=True):
             if turn.output.finish_reason is not None:
@@ -53,8 +53,8 @@ class Outbox:
             must_flush = not turn.only_decodes or turn.pending_tokens > 0
             if sampled is not None:
                 turn.take(sampled)
-            self.must_flush = self.must_flush or must_flush or turn.is_over
-            can_end = can_end or not turn.output.ends_by_token
+            self.must_flush = self.must_flush or must_flush
+            can_end = can_end or turn.is_over or not turn.output.ends_by_token
             collected.append((turn, sampled))
         self._add(collected, step_s)
         self.is_due = self.is_due or can_end

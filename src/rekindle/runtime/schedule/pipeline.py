@@ -157,7 +157,7 @@ class Pipeline:
         return self._admission.wait_s(turn)
 
     def requantise(self, turn: Turn, others: list[Turn]) -> Start:
-        """Bring over what a step may into the cells that a turn goes on in."""
+        """Convert the state of a turn to its target KV type, within the step budget."""
         return Start.STARTED if self._admission.requantise(turn, others) else Start.RESTORING
 
     def finish(self, turn: Turn) -> Finished | Failed:

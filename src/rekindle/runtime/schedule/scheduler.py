@@ -68,7 +68,8 @@ class Scheduler:
         self._queues.submit(turn)
 
     def step(self) -> bool:
-        """Advance every turn by one engine step. Returns False when there is nothing to do."""
+        """Advance every turn by one engine step, or by a few if nothing else wants the engine.
+        Returns False when there is nothing to do."""
         try:
             if self._kv.broken is not None:  # since the last step
                 raise self._kv.broken
@@ -98,11 +99,11 @@ class Scheduler:
         cache and entries stay untouched.
         """
         may_repeat = is_alone and self._may_repeat(batch)
-        timing = self._clock.start(batch)
         if batch.has_prefill:
             self._outbox.hasten()  # the step is long, so pending text does not wait for its end
+        self._deliver_due(in_flight=False)
+        timing = self._clock.start(batch)
         try:
-            self._deliver_due(in_flight=False)
             pending = self._engine.launch(batch.work)
             self._deliver_due(in_flight=True)
             results = self._engine.collect(pending)
@@ -123,8 +124,9 @@ class Scheduler:
     def _deliver_due(self, *, in_flight: bool) -> None:
         """Deliver text that has waited long enough: while a step is in flight if the device
         computes on its own, otherwise between two steps."""
-        if self._outbox.is_due and in_flight == self._overlaps:
-            self._emit(self._outbox.take())
+        is_time = self._outbox.is_due and in_flight == self._overlaps
+        if is_time and (events := self._outbox.take()):
+            self._emit(events)
 
     def _may_repeat(self, batch: Batch) -> bool:
         """Whether every turn is in the batch and just decodes, so nobody misses a step."""
@@ -175,6 +177,8 @@ class Scheduler:
             self._queues.end(turn)
         if events:
             self._emit(events)  # first, so that clients do not wait for their state to be kept
+        if self._kv.broken is not None:  # remembering a turn may close sequences of others
+            raise self._kv.broken
         self._retire_ended()
 
     # -- admission -----------------------------------------------------------------------------
@@ -284,8 +288,11 @@ class Scheduler:
             self.cancel(turn.id)
 
     def _fail(self, turn: Turn, error: ServerError) -> None:
+        self._flush()
+        if turn.output.finish_reason is not None:
+            return  # its pending text has just ended it
+        self._emit([Failed(turn.id, error.info)])  # first: keeping its state may break the engine
         self._end(turn)
-        self._emit([Failed(turn.id, error.info)])
 
     def _end(self, turn: Turn) -> None:
         self._queues.end(turn)

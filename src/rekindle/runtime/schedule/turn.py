@@ -133,7 +133,7 @@ class Restoration:
 
 
 class Requantisation:
-    """The sequence that holds it, and the one that it is written into again."""
+    """The sequence that holds the state of a turn, and the one that it is converted into."""
 
     __slots__ = ("into", "source")
 
@@ -396,7 +396,8 @@ class TurnQueues:
 
     @property
     def _exact_sequences(self) -> int:
-        """Those that are open; of turns that cross and have two, the first is not counted twice."""
+        """Open exact sequences. The engine reserves one more for a requantisation, so the second
+        sequence of the first requantising turn does not count."""
         exact = [turn for turn in (*self.running, *self.restoring) if turn.request.exact]
         requantising = sum(turn.requantisation is not None for turn in exact)
         return len(exact) + max(requantising - 1, 0)
