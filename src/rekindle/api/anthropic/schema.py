@@ -24,6 +24,8 @@ from rekindle.api.anthropic.blocks import (
 from rekindle.api.base.fields import (
     MAX_ITEMS,
     MAX_STOPS,
+    MAX_TOKENS,
+    WHOLE,
     Count,
     Normalise,
     StopText,
@@ -34,7 +36,7 @@ from rekindle.api.base.fields import (
     limit_text,
 )
 from rekindle.api.base.messages import limit_messages
-from rekindle.api.base.sampling import CommonSampling, TopK
+from rekindle.api.base.sampling import CommonSampling
 from rekindle.api.base.tools import ToolSelection, refuse_duplicates
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import StructuredOutput, ToolUse
@@ -226,7 +228,7 @@ class MessagesRequest(PromptFields, CommonSampling):
     max_tokens: Count
     stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    top_k: TopK | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
     metadata: Metadata | None = None
     cache_control: CacheControl | None = None
     diagnostics: Diagnostics | None = None

@@ -57,7 +57,7 @@ class CommonSampling(BaseModel):
 
 
 class SamplingFields(CommonSampling):
-    """All parameters, as OpenAI's completions and Ollama's `options` take them."""
+    """The parameters that OpenAI's completions and Ollama's `options` take."""
 
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
@@ -65,7 +65,6 @@ class SamplingFields(CommonSampling):
     repetition_context_size: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: LogitBias | None = None
     seed: Seed | None = None
 
 

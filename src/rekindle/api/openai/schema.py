@@ -27,7 +27,7 @@ from rekindle.api.base.fields import (
     as_prompts,
 )
 from rekindle.api.base.messages import Messages, Resize
-from rekindle.api.base.sampling import SamplingFields
+from rekindle.api.base.sampling import LogitBias, SamplingFields
 from rekindle.api.base.tools import Tools, ToolSelection
 from rekindle.api.openai.constraints import StructuredFields, ToolChoice, select_tools
 from rekindle.errors import BadRequest, Unsupported
@@ -93,6 +93,7 @@ class CompletionsBase(StrictModel, StructuredFields, SamplingFields):
     n: Annotated[int, Field(ge=1, le=32), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    logit_bias: LogitBias | None = None
     ignore_eos: bool | None = None
     priority: Priority | None = None
     normalise: Normalise | None = Field(
