@@ -30,7 +30,6 @@ from rekindle.protocol.requests import GenerateRequest, Picture, SamplingParams
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.build import build
 from rekindle.runtime.device.images import EncodedPictures
-from rekindle.runtime.encode.chat import find_replies
 from rekindle.runtime.encode.request import EncodedPrompt, EncodedRequest, Stopwatch, precision
 from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.runtime.schedule.turn import Turn
@@ -244,7 +243,6 @@ class RuntimeHarness:
         is_shared = asked.prepare is not None and asked.prepare.shared
         tenant = processor.shared_namespace if is_shared else processor.namespace(salt)
         hashes = ConversationHashes(asked.messages, asked.tools) if asked.messages else None
-        index = self.entries.index
         return self.take(
             EncodedRequest(
                 request=asked,
@@ -253,7 +251,6 @@ class RuntimeHarness:
                 precision=precision(asked, self.capabilities, tenant),
                 decoding=ReplyDecoding(end_tokens=self.engine.tokenizer.end_tokens),
                 hashes=hashes,
-                known_replies=find_replies(index, tenant, hashes) if hashes else {},
             )
         )
 

@@ -123,22 +123,33 @@ def test_a_tool_loop_keeps_every_reply_as_it_was_sampled() -> None:
     assert len(talks.entries) == 1  # each turn replaced the previous entry
 
 
-@pytest.mark.parametrize("deleted", [False, True])
-def test_turns_that_continue_a_conversation_concurrently_both_keep_its_replies(
-    deleted: bool,
-) -> None:
+def test_turns_that_continue_a_conversation_concurrently_both_keep_its_replies() -> None:
     """The first of them to end replaces the entry in which both found the reply."""
     talks = Conversations(HERMES)
     first = called(talks).output.message.as_dict()
     histories = [[USER, resorted(first), result(first, content)] for content in ("Rain.", "Sun.")]
     turns = [talks.begin(history, tools=TOOLS) for history in histories]
-    if deleted:
-        [entry] = talks.entries.of(turns[0].namespace)
-        talks.entries.remove(entry)
     for history, turn in zip(histories, turns, strict=True):
         history += talks.answer(turn, "Ask again."), USER
     for history, turn in zip(histories, turns, strict=True):
         assert taken(talks.begin(history, tools=TOOLS), turn)
+
+
+@pytest.mark.parametrize("superseded", [False, True])
+def test_a_reply_deleted_during_a_turn_is_not_stored_again(superseded: bool) -> None:
+    """If another turn has taken the reply over, deleting that turn's entry deletes the reply."""
+    talks = Conversations(HERMES)
+    message = called(talks).output.message.as_dict()
+    history = [USER, resorted(message), result(message)]
+    turn = talks.begin(history, tools=TOOLS)
+    if superseded:
+        talks.answer(talks.begin(history, tools=TOOLS), "Ask again.")
+    [entry] = talks.entries.of(turn.namespace)
+    talks.entries.remove(entry)
+    talks.answer(turn, "It rains.")
+    [stored] = talks.entries.of(turn.namespace)
+    [own] = stored.replies
+    assert own.prompt_bytes == len(turn.encoded.prompt.escaped)
 
 
 def test_a_plain_reply_after_calls_keeps_all_sampled_tokens() -> None:

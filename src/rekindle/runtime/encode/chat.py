@@ -36,8 +36,11 @@ from rekindle.kvcache.entries.entry import Entry, Reply
 from rekindle.kvcache.entries.index import EntryIndex, TextIndex
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.requests import GenerateRequest
-from rekindle.runtime.encode.request import EncodedPrompt, KnownReplies
+from rekindle.runtime.encode.request import EncodedPrompt
 from rekindle.tokens import Tokens, common_bytes
+
+#: The stored replies that may be an assistant message of a conversation, by the message's index.
+KnownReplies = dict[int, list[tuple[Entry, Reply]]]
 
 
 def find_replies(entries: EntryIndex, namespace: bytes, hashes: ConversationHashes) -> KnownReplies:
@@ -162,8 +165,7 @@ def still_valid(
         ]
         if valid:
             kept_replies.append(max((reply for _, reply in valid), key=_known_tokens))
-        # An entry may have been removed since the replies were looked up.
-        whole = (e for e, reply in valid if e.place and reply.end_tokens == len(e.tokens))
+        whole = (entry for entry, reply in valid if reply.end_tokens == len(entry.tokens))
         continued = continued or next(whole, None)
     return kept_replies[::-1], continued
 
@@ -313,9 +315,7 @@ class ChatEncoder:
         tools = without_strict(about.tools)
         return self._encoder.chat(sent, tools=tools, pictures=pictures, **_options(about))
 
-    def prefix(
-        self, about: GenerateRequest | IndexPrompt, tenant: bytes, pictures: Pictures
-    ) -> EncodedPrompt:
+    def prefix(self, about: GenerateRequest | IndexPrompt, pictures: Pictures) -> EncodedPrompt:
         """Encode the common prefix of all conversations that start with these messages."""
         messages = about.messages or []
         prompt = self._encoder.prefix(
@@ -325,8 +325,7 @@ class ChatEncoder:
             pictures=pictures,
         )
         hashes = ConversationHashes(messages, about.tools)
-        replies = find_replies(self._entries, tenant, hashes)
-        return EncodedPrompt(prompt, hashes, known_replies=replies)
+        return EncodedPrompt(prompt, hashes)
 
     def encode(
         self, about: GenerateRequest | Validate, tenant: bytes, pictures: Pictures, *, recalls: bool
@@ -362,7 +361,7 @@ class ChatEncoder:
         if isinstance(about, GenerateRequest):
             recent = RecentChat(sent, hashes, prompt, tools, restored)
             self.recent_chats.put(tenant, key, recent)
-        return EncodedPrompt(prompt, hashes, changes, history.replies)
+        return EncodedPrompt(prompt, hashes, changes)
 
 
 def _encode_restored(

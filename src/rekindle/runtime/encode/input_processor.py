@@ -111,7 +111,6 @@ class InputProcessor:
                 prompt=encoded.prompt,
                 hashes=encoded.hashes,
                 normalised=normalised,
-                known_replies=encoded.known_replies,
                 namespace=tenant,
                 precision=precision(choice, self._capabilities, tenant),
                 decoding=decoding,
@@ -125,7 +124,7 @@ class InputProcessor:
         tenant = self.namespace(salt)
         if isinstance(op, IndexPrompt):
             indexed, pictures, _ = self._normalised(op, tenant)
-            return self._chats.prefix(indexed, tenant, pictures.in_prompt)
+            return self._chats.prefix(indexed, pictures.in_prompt)
         asked, pictures, _ = self._normalised(op, tenant)
         return self._chats.encode(asked, tenant, pictures.in_prompt, recalls=True)
 
@@ -147,7 +146,7 @@ class InputProcessor:
             assert request.prompt is not None, "a request has messages or a prompt"
             return EncodedPrompt(self._completion(request.prompt, tenant if recalls else None))
         if request.prepare is not None:
-            return self._chats.prefix(request, tenant, pictures)
+            return self._chats.prefix(request, pictures)
         if not request.reuse:
             return EncodedPrompt(self._chats.plain(request, pictures))
         return self._chats.encode(request, tenant, pictures, recalls=recalls)

@@ -14,7 +14,7 @@ from rekindle.chat.prompt import Prompt
 from rekindle.engine.base import Capabilities, KvType
 from rekindle.errors import ModelError, Unsupported
 from rekindle.kvcache.block import WriteBack, kv_namespace
-from rekindle.kvcache.entries.entry import Entry, Reply
+from rekindle.kvcache.entries.entry import Entry
 from rekindle.protocol.events import Reason, Stages
 from rekindle.protocol.requests import GenerateRequest, Picture
 from rekindle.runtime.schedule.output import ReplyDecoding
@@ -120,9 +120,6 @@ def _refusal(capabilities: Capabilities, bits: int) -> str:
 #: Returns the tokens of an image, given its width, its height and its digest.
 PictureTokens = Callable[[int, int, bytes], Tokens]
 
-#: The stored replies that may be an assistant message of the request, by the message's index.
-KnownReplies = dict[int, list[tuple[Entry, Reply]]]
-
 
 @dataclass(frozen=True, slots=True)
 class RequestPictures:
@@ -152,7 +149,6 @@ class EncodedPrompt:
     prompt: Prompt
     hashes: ConversationHashes | None = None  # None: the request has no messages
     normalised: list[str] = field(default_factory=list)  # names of the changes made to it
-    known_replies: KnownReplies = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,13 @@ from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.entries.entries import Entries
 from rekindle.kvcache.entries.entry import Draft, Entry, Name, Reply
+from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import Finished, Reason
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import GenerateRequest, Names
 from rekindle.protocol.settings import WritePolicy
-from rekindle.runtime.encode.chat import still_valid
+from rekindle.runtime.encode.chat import find_replies, still_valid
 from rekindle.runtime.encode.request import EncodedRequest, Lookup
 from rekindle.runtime.schedule.turn import Turn
 from rekindle.tokens import Tokens
@@ -254,7 +255,7 @@ class Sessions:
 
     def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
         end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
-        replies, continued = _replies_after(turn, end, hashes)
+        replies, continued = _replies_after(self._entries.index, turn, end, hashes)
         own_key, session = names.entry_key, turn.lookup.fingerprint_session
         keyed = names.return_cache_key or prepare is not None or own_key is not None
         can_pin = names.pin_s and self._pins.can_pin_temporarily(turn.namespace, end.tokens)
@@ -309,13 +310,18 @@ def _hashes_after(turn: Turn) -> EntryHashes | None:
 
 
 def _replies_after(
-    turn: Turn, end: ConversationEnd, hashes: EntryHashes | None
+    entries: EntryIndex, turn: Turn, end: ConversationEnd, hashes: EntryHashes | None
 ) -> tuple[tuple[Reply, ...], Entry | None]:
-    """Return all replies of the conversation, and the entry that it continues."""
-    prompt, output = turn.encoded.prompt, turn.output
-    if not turn.request.messages or not prompt.escaped:
+    """Return all replies of the conversation, and the entry that it continues.
+
+    Looks the earlier replies up again. Since the request was encoded, their entry may have been
+    deleted, or superseded by one that has the same replies.
+    """
+    prompt, output, sent = turn.encoded.prompt, turn.output, turn.encoded.hashes
+    if sent is None or not turn.request.messages or not prompt.escaped:
         return (), None
-    replies, continued = still_valid(turn.encoded.known_replies, end.text, end.tokens)
+    known = find_replies(entries, turn.namespace, sent)
+    replies, continued = still_valid(known, end.text, end.tokens)
     if hashes and hashes.reply_keys:
         replies.append(
             Reply(
