@@ -27,7 +27,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from rekindle.errors import FolderLocked, IndexDamaged, IndexOutdated
+from rekindle.errors import FolderLocked, IndexDamaged
 from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.entry_table import EntryRow, RawBlock
 from rekindle.kvcache.disk.files import Files, make_folder, sync_path
@@ -250,13 +250,11 @@ def used_bytes(folder: Path) -> int:
 
 
 def _may_have_pins(index: Path) -> bool:
-    """Whether removing this index might break a promise. In doubt it might."""
+    """Whether removing this index might lose a pin. If its pins cannot be read, it might."""
     if not index.exists():
         return beside(index, BACKUP).exists()
     try:
         index_db = IndexDb(index)
-    except IndexOutdated:  # no version that is still around can read its pins
-        return False
     except (OSError, sqlite3.Error, IndexDamaged):
         return True
     try:
