@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -29,7 +30,6 @@ from rekindle.kvcache.codec import (
     verify,
 )
 from rekindle.kvcache.disk.files import Files
-from rekindle.lru import ByteLru
 from rekindle.memory import Buffer
 from rekindle.tokens import Tokens
 
@@ -76,7 +76,9 @@ class PictureFiles:
         self._secret = secret
         self._on_read = on_read
         self._files = Files(folder / FOLDER)
-        self._sizes: ByteLru[bytes, int] = ByteLru(limit_bytes, lambda _, size: size)
+        self._limit_bytes = limit_bytes
+        self._used_bytes = 0
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # for sizes and queue
         self._queued_bytes = 0
         self._is_listed = False
@@ -85,7 +87,7 @@ class PictureFiles:
 
     @property
     def used_bytes(self) -> int:
-        return self._sizes.used_bytes
+        return self._used_bytes
 
     def holds(self, key: bytes) -> bool:
         """Whether a read may find the image. Until the folder is listed, any image may exist."""
@@ -122,20 +124,29 @@ class PictureFiles:
             self._files.sweep()
             for name, size in self._files.oldest_first():
                 if _NAME.fullmatch(name):
-                    self._add(bytes.fromhex(name), size)
+                    self._count(bytes.fromhex(name), size)
+            self._make_room(0)
         finally:
             self._is_listed = True
 
-    def _add(self, key: bytes, size: int) -> None:
-        with self._lock:
-            evicted = self._sizes.put(key, size)
-        for each in evicted:
-            self._files.unlink(each.hex())
+    def _make_room(self, size: int) -> None:
+        """Remove the least recently used files until another one of this size fits."""
+        while self._sizes and self._used_bytes + size > self._limit_bytes:
+            self._remove(next(iter(self._sizes)))
 
     def _remove(self, key: bytes) -> None:
+        """Remove a file. If that fails, the file still counts."""
         self._files.unlink(key.hex())
+        self._uncount(key)
+
+    def _count(self, key: bytes, size: int) -> None:
         with self._lock:
-            self._sizes.remove(key)
+            self._sizes[key] = size
+            self._used_bytes += size
+
+    def _uncount(self, key: bytes) -> None:
+        with self._lock:
+            self._used_bytes -= self._sizes.pop(key, 0)
 
     def _write(self, key: bytes, picture: EncodedPicture) -> None:
         with self._lock:
@@ -144,9 +155,12 @@ class PictureFiles:
         record = Record(_NAMESPACE, key, shape, picture.vectors, exact=False)
         parts = seal(record, self._secret)
         size = sum(map(len, parts))
-        if size > self._sizes.limit_bytes or self._files.free_bytes() - size < self._floor_bytes:
+        if size > self._limit_bytes or self._files.free_bytes() - size < self._floor_bytes:
             return
-        self._add(key, size)  # before the write, so that the budget holds at any time
+        if key in self._sizes:
+            self._remove(key)
+        self._make_room(size)
+        self._count(key, size)  # before the write, so that the budget holds at any time
         try:
             self._files.write(key.hex(), parts)
         except BaseException:
@@ -159,9 +173,10 @@ class PictureFiles:
             picture = self._verified(key)
             self._files.touch(key.hex())
             with self._lock:
-                self._sizes.get(key)
+                if key in self._sizes:
+                    self._sizes.move_to_end(key)
         except FileNotFoundError:
-            self._remove(key)
+            self._uncount(key)
         except CorruptBlock as error:
             log.warning("an encoded image is damaged and will be encoded again: %s", error)
             with suppress(OSError):
