@@ -378,5 +378,17 @@ def test_the_exit_status_of_a_check_says_whether_it_found_damage(
     assert ("--repair" in result.stdout) == (bad and not repair)
 
 
+def test_a_folder_with_another_secret_names_settings_that_the_command_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sealed = FolderReport(Path("kv") / "m", is_sealed=True)
+    monkeypatch.setattr(check, "check", lambda *_, **__: [sealed])
+    result = CliRunner().invoke(cli.app, ["cache", "check", "--cache-dir", "kv"])
+    said = " ".join(result.stdout.split())
+    assert "`cache_secret_file` in the settings file" in said
+    assert "REKINDLE_CACHE_SECRET_FILE" in said
+    assert "--cache-secret-file" not in said
+
+
 def test_a_missing_folder_has_no_damage(tmp_path: Path) -> None:
     run("check", "--cache-dir", str(tmp_path / "none"))

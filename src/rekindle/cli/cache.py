@@ -238,7 +238,8 @@ def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) 
             lines.append(views.plain(f"{name}: not checked, a server is using it", "yellow"))
         elif report.is_sealed:
             sealed = (
-                f"{name}: not checked, set --cache-secret-file to the secret it was written with"
+                f"{name}: not checked, set `cache_secret_file` in the settings file or "
+                "REKINDLE_CACHE_SECRET_FILE to the secret it was written with"
             )
             lines.append(views.plain(sealed, "yellow"))
         else:

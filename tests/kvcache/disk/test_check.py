@@ -204,6 +204,18 @@ def test_a_damaged_table_that_opens_is_found(home: Path) -> None:
     assert kinds(check(home, repair=False)) == []
 
 
+def test_a_finding_of_an_older_index_says_what_a_repair_loses(home: Path) -> None:
+    path = model(home) / "index.db"
+    with closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE meta SET value = '4' WHERE key = 'schema'")
+    (report,) = check(home, repair=False)
+    [finding] = report.findings
+    assert finding.kind == "index_damaged"
+    assert "schema version 4" in finding.sentence
+    assert "index.db.damaged" in finding.sentence
+    assert "names and pins are lost" in finding.sentence
+
+
 def test_a_finding_names_its_block(home: Path) -> None:
     _delete(home)
     (report,) = check(home, repair=False)

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from rekindle.errors import CorruptBlock, FolderLocked, IndexDamaged
+from rekindle.errors import CorruptBlock, FolderLocked, IndexDamaged, IndexOutdated
 from rekindle.kvcache.disk.block_files import BlockFiles
 from rekindle.kvcache.disk.entry_table import BlockRow
 from rekindle.kvcache.disk.folder import (
@@ -21,8 +21,9 @@ from rekindle.kvcache.disk.folder import (
     open_block_files,
     secret_of,
 )
-from rekindle.kvcache.disk.index_db import IndexDb
+from rekindle.kvcache.disk.index_db import IndexDb, beside
 from rekindle.kvcache.disk.recovery import (
+    DAMAGED,
     Census,
     compare,
     open_index,
@@ -154,7 +155,11 @@ def _open(index: Path, *, repair: bool) -> tuple[IndexDb | None, list[Finding]]:
     try:
         return _open_sound(index), []
     except IndexDamaged as error:
-        finding = Finding("index_damaged", "", f"The index cannot be used: {error}.")
+        sentence = f"The index cannot be used: {error}."
+        if isinstance(error, IndexOutdated):
+            aside = beside(index, DAMAGED).name
+            sentence += f" A repair moves it to {aside}, and its names and pins are lost."
+        finding = Finding("index_damaged", "", sentence)
     if not repair:
         return None, [finding]
     if index.is_symlink() or index.exists():
