@@ -138,6 +138,20 @@ def test_an_index_of_an_older_version_is_set_aside_with_one_log_line(
     assert log == []
 
 
+def test_an_index_that_was_set_aside_does_not_hide_bad_blocks(tmp_path: Path) -> None:
+    opened(tmp_path, []).close()
+    [index] = tmp_path.glob("*/index.db")
+    for path in (index, index.with_name("index.db.bak")):
+        path.write_bytes(b"garbage")
+    (index.parent / "blocks" / ("a" * 64)).write_bytes(b"not a block")
+    log = list[LogLine]()
+    opened(tmp_path, log).close()
+    [line] = log
+    assert str(index.with_name("index.db.damaged")) in line.text
+    assert "quarantined: 1" in line.text
+    assert "lost: 0" in line.text
+
+
 @pytest.mark.parametrize("content", [None, b"short", b"x" * 64])
 def test_a_secret_that_cannot_be_used_is_refused(tmp_path: Path, content: bytes | None) -> None:
     """Continuing with another secret would silently share nothing."""

@@ -285,7 +285,8 @@ def opened_lines(folder: Folder) -> list[LogLine]:
             LogLine(
                 "warning",
                 f"the index of the disk cache cannot be used ({found.damage}): it was moved to "
-                f"{found.set_aside}, {source}, and blocks were indexed again: {found.adopted}",
+                f"{found.set_aside}, {source}, and blocks were indexed again: {found.adopted}, "
+                f"lost: {found.lost}, quarantined: {found.quarantined}",
             )
         )
     elif found.rebuilt or found.lost or found.quarantined:
