@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Container
 from itertools import count
 from typing import Protocol
@@ -51,11 +53,15 @@ class _LruBlock:
 class LruRanking:
     """Evicts the least recently used leaf."""
 
-    __slots__ = ("_blocks", "_leaves", "_ticks")
+    __slots__ = ("_blocks", "_exposed", "_leaves", "_ticks")
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, _LruBlock] = {}
-        self._leaves: list[tuple[int, bytes]] = []  # a heap; outdated items are skipped
+        # Both hold leaves, least recently used first. A heap was rejected: it has to pop and push
+        # excluded leaves.
+        self._leaves: OrderedDict[bytes, None] = OrderedDict()
+        #: Blocks that became leaves when their last child was removed, with their `used_tick`.
+        self._exposed: list[tuple[int, bytes]] = []
         self._ticks = count()
 
     def __len__(self) -> int:
@@ -67,19 +73,21 @@ class LruRanking:
     def add(self, key: bytes, parent: bytes | None) -> None:
         self._blocks[key] = _LruBlock(parent)
         if parent is not None:
-            self._blocks[parent].children += 1
+            self._add_child(parent)
         self.use(key)
 
     def set_parent(self, key: bytes, parent: bytes) -> None:
         block = self._blocks[key]
         if block.parent is None:
             block.parent = parent
-            self._blocks[parent].children += 1
+            self._add_child(parent)
 
     def use(self, key: bytes) -> None:
         if block := self._blocks.get(key):
+            if not block.children:
+                self._remove_leaf(key, block)
+                self._leaves[key] = None
             block.used_tick = next(self._ticks)
-            self._push(key, block)
 
     def reuse_probability(self, key: bytes) -> float:
         return 1.0
@@ -89,32 +97,36 @@ class LruRanking:
 
     def remove(self, key: bytes) -> None:
         block = self._blocks.pop(key, None)
-        if block is not None and block.parent is not None:
+        if block is None:
+            return
+        self._remove_leaf(key, block)
+        if block.parent is not None:
             above = self._blocks[block.parent]
             above.children -= 1
-            self._push(block.parent, above)
+            if not above.children:
+                insort(self._exposed, (above.used_tick, block.parent))
 
     def next_victim(self, excluded: Container[bytes]) -> bytes | None:
-        skipped: list[tuple[int, bytes]] = []
-        victim = None
-        while victim is None and self._leaves:
-            used_tick, key = item = heapq.heappop(self._leaves)
-            block = self._blocks.get(key)
-            if block is None or block.children or block.used_tick != used_tick:
-                continue
-            skipped.append(item)
-            victim = None if key in excluded else key
-        for item in skipped:
-            heapq.heappush(self._leaves, item)
-        return victim
+        leaf = next((key for key in self._leaves if key not in excluded), None)
+        exposed = next((key for _, key in self._exposed if key not in excluded), None)
+        if leaf is None or exposed is None:
+            return leaf if exposed is None else exposed
+        return min(leaf, exposed, key=lambda key: self._blocks[key].used_tick)
 
-    def _push(self, key: bytes, block: _LruBlock) -> None:
-        if block.children:
+    def _add_child(self, key: bytes) -> None:
+        block = self._blocks[key]
+        self._remove_leaf(key, block)
+        block.children += 1
+
+    def _remove_leaf(self, key: bytes, block: _LruBlock) -> None:
+        """Remove a block from the leaves, if it is one of them."""
+        if key in self._leaves:
+            del self._leaves[key]
             return
-        heapq.heappush(self._leaves, (block.used_tick, key))
-        if len(self._leaves) > 64 + 2 * len(self._blocks):
-            leaves = ((k, each) for k, each in self._blocks.items() if not each.children)
-            self._leaves = sorted((each.used_tick, k) for k, each in leaves)
+        item = block.used_tick, key
+        at = bisect_left(self._exposed, item)
+        if self._exposed[at : at + 1] == [item]:
+            del self._exposed[at]
 
 
 class Evictor:
