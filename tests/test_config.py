@@ -131,8 +131,19 @@ def test_a_former_eviction_policy_means_hit_density_and_is_warned_about_once(
     assert config.cache_eviction == config.runtime.cache_eviction == "hit-density"
     [warning] = caplog.records
     assert warning.levelname == "WARNING"
-    assert former in warning.getMessage()
-    assert "hit-density" in warning.getMessage()
+    assert warning.getMessage() == (
+        f"`cache_eviction` no longer has the value {former!r}; using 'hit-density'."
+    )
+
+
+@pytest.mark.parametrize("text", ["8", "8.0", "'8'", "'8.0'", "' 8 '"])
+def test_kv_bits_may_be_any_spelling_of_a_whole_number(text: str) -> None:
+    assert load(text=f"kv_bits: {text}").kv_bits == 8
+
+
+@pytest.mark.parametrize("text", ["8.5", "true", "nan", "16.0"])
+def test_other_kv_bits_are_refused(text: str) -> None:
+    assert "kv_bits" in refusal(text=f"kv_bits: {text}")
 
 
 def test_every_setting_is_tested_below() -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -118,14 +119,18 @@ def replace_former_policy(value: object) -> object:
     """Replace eviction policies of earlier versions, with a warning in the log."""
     if value not in ("adaptive", "frequency"):
         return value
-    log.warning("The setting %r no longer exists. Using %r.", value, "hit-density")
+    log.warning("`cache_eviction` no longer has the value %r; using 'hit-density'.", value)
     return "hit-density"
 
 
-def check_kv_bits(value: object) -> object:
-    if value is not None and str(value) not in map(str, KV_TYPES):
-        raise ValueError(f"takes {' or '.join(map(str, KV_TYPES))}")
-    return value
+def parse_kv_bits(value: object) -> object:
+    """Parse a number of bits in any spelling, such as 8, 8.0 or "8"."""
+    if value is None:
+        return None
+    with suppress(ValueError):
+        if (bits := float(str(value))) in KV_TYPES:
+            return int(bits)
+    raise ValueError(f"takes {' or '.join(map(str, KV_TYPES))}")
 
 
 SIZE_TEXT = ParsedBy(parse_size)
@@ -141,7 +146,7 @@ OptionalThreads = Annotated[int | None, Interval(ge=1, le=1024)]
 Parallel = Annotated[int, Interval(ge=1, le=128)]
 Size = Annotated[int, _SIZE_BOUNDS, SIZE_TEXT]
 OptionalSize = Annotated[int | None, _SIZE_BOUNDS, SIZE_TEXT]
-OptionalKvBits = Annotated[int | None, ParsedBy(check_kv_bits)]
+OptionalKvBits = Annotated[int | None, ParsedBy(parse_kv_bits)]
 OptionalSeconds = Annotated[float | None, Gt(0)]
 Normalisers = Annotated[tuple[Normaliser, ...], ParsedBy(split_commas)]
 Eviction = Annotated[EvictionPolicy, ParsedBy(replace_former_policy)]
