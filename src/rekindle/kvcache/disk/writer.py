@@ -242,8 +242,8 @@ class Writer:
         failed = unlink_error or commit_error
         self._has_failed |= failed is not None
         # Failed removals are tried again in the next batch. Failed changes are still pending.
-        self._unremoved = batch.unremoved if stuck or commit_error else {}
-        self._unremoved |= batch.removals if failed else {}
+        unremoved = batch.unremoved if stuck or commit_error else {}
+        self._unremoved = unremoved | (batch.removals if failed else {})
         error = commit_error or write_error
         if error is not None:
             state, reason = _state_of(error), _reason(error)
