@@ -121,6 +121,20 @@ def test_a_cancelled_waiter_takes_no_slot() -> None:
     run(work())
 
 
+def test_a_cancelled_waiter_does_not_use_its_tenants_turn() -> None:
+    async def work() -> None:
+        users = Users(1)
+        tasks = [users.start(name) for name in ("a0", "b1", "b2", "c1", "c2")]
+        await settle()
+        tasks[1].cancel()
+        await settle()
+        users.go.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert users.order == ["a0", "b2", "c1", "c2"]
+
+    run(work())
+
+
 def test_a_waiter_cancelled_just_as_it_gets_its_slot_returns_it() -> None:
     async def work() -> None:
         users = Users(1)

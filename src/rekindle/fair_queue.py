@@ -82,11 +82,13 @@ class FairSlots:
         except asyncio.CancelledError:
             if waiter.done() and not waiter.cancelled():
                 self._release()  # cancelled just after it got the slot
+            else:
+                self._waiting.remove(tenant, waiter)
             raise
 
     def _release(self) -> None:
         while waiter := self._waiting.pop():
-            if not waiter.done():  # a cancelled waiter is skipped
+            if not waiter.done():  # it may have been cancelled just now
                 waiter.set_result(None)
                 return
         self._free += 1
