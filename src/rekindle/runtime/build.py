@@ -1,4 +1,4 @@
-"""The composition root: a loaded engine and its settings into a runtime, part by part."""
+"""Builds a runtime from a loaded engine and its settings, part by part (composition root)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rekindle.runtime.storage.storage import Storage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """One loaded model with its cache. A process serves it; tests drive it step by step."""
+    """One loaded model with its cache. A process serves it. Tests drive it step by step."""
 
     engine: Engine
     storage: Storage
@@ -51,12 +51,12 @@ class Runtime:
         self.input_processor.recent_chats.forget(entry.tenant)
 
     def upkeep(self) -> Pieces[None]:
-        """Once a minute."""
+        """Collect expired entries and free unused memory. Runs once a minute."""
         yield from self.storage.upkeep()
         self.kv.release_idle()
 
     def close(self) -> None:
-        """End every turn and keep what there is to keep; the engine is the caller's."""
+        """End every turn and keep its state. The caller closes the engine."""
         self.scheduler.stop()
         self.kv.offload_all()
         self.storage.close()
@@ -71,9 +71,12 @@ def build(
     idle_tokens: int | None = None,
     is_undisturbed: Callable[[], bool] = lambda: False,
 ) -> Runtime:
-    """`emit` takes the events of turns, `log` lines for the server's log. `idle_tokens` is what
-    finished sequences may hold of the engine's pool. `is_undisturbed` says whether the engine's
-    thread has nothing to do but the turns that run."""
+    """Build a runtime.
+
+    `emit` receives the events of turns, and `log` lines for the server's log. `idle_tokens` limits
+    how much of the engine's pool finished sequences may hold. `is_undisturbed` tells whether
+    nothing but running turns wants the engine's thread.
+    """
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
     input_processor = _input_processor(engine, storage, encoder, template)
@@ -133,7 +136,7 @@ def _sessions(
 
 
 def _kv_manager(engine: Engine, storage: Storage, idle_tokens: int | None) -> KvManager:
-    """Unless it is told what idle sequences may hold, a CPU keeps those that are worth it."""
+    """Without a configured limit, a CPU keeps the idle sequences that are worth their cost."""
     capabilities = engine.capabilities
     is_told = idle_tokens is not None
     return KvManager(
@@ -170,14 +173,14 @@ def _output_format(
 
 
 def formats(settings: RuntimeSettings) -> tuple[str | None, str | None]:
-    """The named tool and reasoning formats; None stands for what the template shows."""
+    """Return the configured tool and reasoning formats. None means: detect it in the template."""
     named = (settings.tool_format, settings.reasoning_format)
     tool_format, reasoning_format = (None if name == AUTO else name for name in named)
     return tool_format, reasoning_format
 
 
 def _template(engine: Engine, log: Callable[[LogLine], None]) -> ChatTemplate | None:
-    """The model's own template; one that does not compile leaves completions to be served."""
+    """Compile the model's chat template. If that fails, the model serves completions only."""
     tokenizer = engine.tokenizer
     if engine.chat_template is None:
         return None

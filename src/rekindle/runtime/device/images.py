@@ -30,14 +30,16 @@ class PictureCounts:
 
 
 class OpenFiles(Protocol):
-    """Opens the files of encoded pictures in a model's folder; raises OSError."""
+    """Opens the files of encoded images in a model's folder. Raises OSError."""
 
     def __call__(self, folder: Path, /, *, limit_bytes: int) -> PictureFiles: ...
 
 
 class EncodedPictures:
-    """Vectors in memory, within a budget, and below that in files; those least recently used go
-    first. Called by the engine's thread."""
+    """Keeps image vectors in memory and in files, each within a budget, in LRU order.
+
+    Called from the engine's thread only.
+    """
 
     def __init__(
         self,
@@ -55,7 +57,7 @@ class EncodedPictures:
         self._arrived: tuple[bytes, Matrix] | None = None  # from a file, too large to be held
 
     def attach(self, folder: Path, limit_bytes: int) -> bool:
-        """Keep them in files of a folder, too, if they may be; raises OSError."""
+        """Also keep vectors in files of this folder. Returns False if the model has no vision."""
         if self._open_files is not None:
             self.files = self._open_files(folder, limit_bytes=limit_bytes)
         return self.files is not None
@@ -73,8 +75,8 @@ class EncodedPictures:
         return vectors
 
     def wait_s(self, key: bytes) -> float | None:
-        """How long to wait for vectors that are not in memory; None: they are nowhere else, or take
-        too long to be read. Has them read."""
+        """Start reading vectors that only a file has. Returns how long to wait for them, or None if
+        there is no file or reading takes too long."""
         if self.files is None or not (key in self._reading or self.files.holds(key)):
             return None
         if key not in self._reading:
@@ -84,7 +86,7 @@ class EncodedPictures:
         return left_s if left_s > 0 else None
 
     def on_read(self, read: PictureRead) -> None:
-        """A file was read."""
+        """Take the result of a read."""
         self._reading.pop(read.key, None)
         if read.picture is not None:
             vectors = _matrix(read.picture)
@@ -92,7 +94,7 @@ class EncodedPictures:
                 self._arrived = (read.key, vectors)
 
     def put(self, key: bytes, vectors: Matrix, *, durable: bool) -> None:
-        """Keep them; in a file, too, if they may be."""
+        """Keep vectors in memory, and in a file if they are `durable`."""
         self._held.put(key, vectors)
         if durable and self.files is not None:
             rows, width = vectors.shape
@@ -104,7 +106,7 @@ class EncodedPictures:
 
 
 def picture_key(namespace: bytes, digest: bytes) -> bytes:
-    """Of a picture of one tenant under one projector, both of which the namespace stands for."""
+    """Return the key of an image. The namespace stands for the tenant and the projector."""
     return blake3(namespace + digest, derive_key_context="rekindle encoded picture 1").digest()
 
 
@@ -113,16 +115,18 @@ def _matrix(picture: EncodedPicture) -> Matrix:
 
 
 class PictureEncoder:
-    """Called by the engine's thread. A picture is encoded when a turn has come to it: then it is
-    known that its state cannot be had otherwise."""
+    """Encodes images when prefill reaches them, so images in reused state are never encoded.
+
+    Called from the engine's thread only.
+    """
 
     def __init__(self, engine: Engine, cache: EncodedPictures) -> None:
         self._engine = engine
         self.cache = cache
 
     def supply(self, turn: Turn) -> bool:
-        """Give a turn the vectors of the picture that it has come to, unless they are still being
-        read; True when they had to be computed. Raises ServerError when they could not be."""
+        """Give a turn the vectors of its next image, unless they are still being read. Returns True
+        if the image had to be encoded. Raises ServerError if that fails."""
         span = turn.next_picture
         assert span is not None, "the turn has come to a picture"
         vectors = self._kept(turn, span.digest)
@@ -134,7 +138,7 @@ class PictureEncoder:
         return is_new
 
     def wait_s(self, turn: Turn) -> float | None:
-        """How long a turn still waits for vectors that are being read; None: for none."""
+        """Time that a turn still waits for vectors from a file. None if it does not wait."""
         span = turn.next_picture if turn.wants_vectors else None
         if span is None or not turn.request.reuse:
             return None
@@ -146,7 +150,7 @@ class PictureEncoder:
         return self.cache.get(picture_key(turn.encoded.pictures.namespace, digest))
 
     def _encode(self, turn: Turn, span: Media) -> Matrix:
-        """A picture with several spans is encoded as a whole: they are wanted one after another."""
+        """Encode an image with all its spans, because prefill needs them one after another."""
         pictures = turn.encoded.pictures
         picture = pictures.by_span[span.digest]
         spans = [each for each, whose in pictures.by_span.items() if whose is picture]

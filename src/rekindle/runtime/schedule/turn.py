@@ -418,7 +418,7 @@ def _leads(leader: Turn, turn: Turn) -> bool:
         return False
     common = min(leader.tokens.common_prefix(turn.tokens), len(turn.tokens) - 1)
     if leader.precision != precision and precision.start_tokens:
-        common = min(common, precision.start_tokens)  # then it goes on in cells of its own
+        common = min(common, precision.start_tokens)  # from there on it has state of its own
     is_on_its_way = leader.restoration or leader.requantisation
     held_tokens = 0 if is_on_its_way else leader.held_tokens  # which can be shared
     # An exact turn reuses state from the store, which has it once the leader's prompt is done.
