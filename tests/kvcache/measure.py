@@ -17,3 +17,14 @@ def allocated_bytes(work: Callable[[], object]) -> int:
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most bytes that the work has allocated at the same time."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

@@ -40,7 +40,7 @@ def row_of(record: Record) -> BlockRow:
         namespace=record.namespace,
         packed=record.tokens.packed,
         size_bytes=size_of(record),
-        exact=record.exact,
+        kind=record.exact | record.resumable << 1,
     )
 
 

@@ -117,6 +117,27 @@ def test_reads_never_exceed_their_memory_budget(shelf: Shelf) -> None:
     assert shelf.held_bytes == shelf.store.fetches.used_bytes == 0
 
 
+def test_nobody_reads_ahead_while_a_turn_waits_for_memory(shelf: Shelf) -> None:
+    blocks = shelf.store.match(ROOT, PATH).blocks
+    held = shelf.start(blocks[:LIMIT_BLOCKS])
+    assert shelf.store.fetches.start(blocks[8:]) is None  # another turn has to wait
+    while not held[0].is_done:
+        shelf.take_in()
+    shelf.store.fetches.release(held[0])
+    assert shelf.store.fetches.read_ahead(blocks[LIMIT_BLOCKS:]) is None
+    waited = shelf.store.fetches.start(blocks[8:])
+    assert waited is not None
+    while not held[1].is_done:
+        shelf.take_in()
+    shelf.store.fetches.release(held[1])
+    ahead = shelf.store.fetches.read_ahead(blocks[LIMIT_BLOCKS:])
+    assert ahead is not None
+    for window in (*held[2:], waited, ahead):
+        shelf.store.fetches.release(window)
+    while shelf.store.fetches.used_bytes:
+        shelf.take_in()
+
+
 def test_released_windows_free_their_memory(shelf: Shelf) -> None:
     for window in shelf.start(shelf.store.match(ROOT, PATH).blocks):
         shelf.store.fetches.release(window)

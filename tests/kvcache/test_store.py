@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from rekindle.kvcache import block as blocks
 from rekindle.kvcache.block import Block, chain_key
-from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
-from rekindle.kvcache.eviction.policy import new_ranking
+from rekindle.kvcache.eviction.hit_density import HitDensity
+from rekindle.kvcache.eviction.policy import HitDensityRanking, new_ranking
 from rekindle.kvcache.store import Store, StoreCounts
 from rekindle.kvcache.tiers.ram import RamTier, cost_bytes
 from rekindle.protocol.settings import EvictionPolicy

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from itertools import count
 from typing import NamedTuple
@@ -64,8 +64,8 @@ class BlockKind(NamedTuple):
     """Size and quality of a block's state. A checkpoint comes after the cells."""
 
     size_bytes: int
-    exact: bool
-    resumable: bool = False
+    exact: bool  # computed in canonical prefill steps
+    resumable: bool = False  # with a checkpoint of its end
 
     def weaker(self, other: BlockKind) -> BlockKind:
         """The kind that both can serve. A checkpoint can be cut off."""
@@ -85,106 +85,27 @@ class Copy:
     written: BlockKind | None  # the kind that is stored; None while the first write is pending
 
 
-class Block:
-    """A node of the tree. Every copy can serve the block's kind.
-
-    `exact` means that it was computed in canonical prefill steps. `resumable` means that it has a
-    checkpoint of its end.
-    """
-
-    __slots__ = (
-        "children",
-        "copies",
-        "exact",
-        "handles",
-        "key",
-        "namespace",
-        "order",
-        "parent",
-        "resumable",
-        "size_bytes",
-        "start",
-        "tenant",
-        "tokens",
-        "write_back",
-    )
-
-    def __init__(
-        self,
-        key: bytes,
-        parent: Block | None,
-        tokens: Tokens,
-        kind: BlockKind,
-        tenant: bytes | None = None,
-    ) -> None:
-        self.key = key
-        self.parent = parent
-        self.namespace: bytes = parent.namespace if parent else key
-        self.tenant: bytes = parent.tenant if parent else tenant or key
-        self.tokens = tokens
-        self.size_bytes, self.exact, self.resumable = kind
-        self.copies: dict[str, Copy] = {}  # by the tier's name
-        self.write_back = WriteBack.NEVER
-        self.handles = NO_HANDLES  # conversations that end here
-        self.start: int = parent.start + len(parent.tokens) if parent else 0
-        self.children: dict[bytes, Block] = {}  # by packed tokens, which cannot collide
-        self.order: list[bytes] = []  # the children's packed tokens, sorted
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
-
-    @property
-    def kind(self) -> BlockKind:
-        return BlockKind(self.size_bytes, self.exact, self.resumable)
-
-    @kind.setter
-    def kind(self, kind: BlockKind) -> None:
-        self.size_bytes, self.exact, self.resumable = kind
-
-    @property
-    def is_persistent(self) -> bool:
-        """Whether a persistent tier has a copy, or will have one when it is written."""
-        return any(copy.persistent for copy in self.copies.values())
-
-    @property
-    def stored(self) -> bool:
-        """Whether it would survive a crash now."""
-        return any(copy.persistent and copy.written for copy in self.copies.values())
-
-    @property
-    def is_root(self) -> bool:
-        return self.parent is None
-
-    @property
-    def is_pinned(self) -> bool:
-        return any(handle.pinned for handle in self.handles)
-
-    def holds(self, parent: bytes, tokens: Tokens) -> bool:
-        """Whether it is the block of these tokens. An equal key is only a hint."""
-        return self.tokens == tokens and self.parent is not None and self.parent.key == parent
-
-
+@dataclass(slots=True, eq=False, repr=False)
 class PrefixHandle:
     """The end of a conversation: its tokens, and the last block that holds state of it.
 
     A tenant is identified by its default namespace. State of another KV type has its own.
     """
 
-    __slots__ = ("block", "namespace", "pinned", "serial", "state_bytes", "tenant", "tokens")
+    namespace: bytes
+    tokens: Tokens
+    _: KW_ONLY
+    pinned: bool = False
+    tenant: bytes = b""  # by default the namespace
+    block: Block | None = None
+    state_bytes: int = 0  # of all blocks up to that one, including shared ones
+    #: The same tokens in the tenant's default namespace, if the state has another KV type. A turn
+    #: computes the beginning in the default type and requantises it.
+    default: PrefixHandle | None = None
+    serial: int = field(default_factory=count().__next__)
 
-    _serials = count()
-
-    def __init__(
-        self, namespace: bytes, tokens: Tokens, *, pinned: bool = False, tenant: bytes | None = None
-    ) -> None:
-        self.namespace = namespace
-        self.tenant = tenant or namespace
-        self.tokens = tokens
-        self.pinned = pinned
-        self.block: Block | None = None
-        self.state_bytes = 0  # of all blocks up to that one, including shared ones
-        self.serial = next(self._serials)
+    def __post_init__(self) -> None:
+        self.tenant = self.tenant or self.namespace
 
 
 class Handles:
@@ -224,6 +145,11 @@ class Handles:
             found += [self._handles[serial][0] for serial in self._equal_to(packed[:stop])]
         return found
 
+    def ending_within(self, rest: bytes) -> Iterator[PrefixHandle]:
+        """The conversations whose next tokens are a prefix of these packed ones, or none."""
+        for stop in range(0, len(rest) + TOKEN_BYTES if self._handles else 0, TOKEN_BYTES):
+            yield from [self._handles[serial][0] for serial in self._equal_to(rest[:stop])]
+
     def _beginning_with(self, packed: bytes) -> Iterator[int]:
         at = bisect_left(self._order, (packed, -1))
         while at < len(self._order) and self._order[at][0].startswith(packed):
@@ -240,6 +166,69 @@ class Handles:
 NO_HANDLES = Handles()  # shared by nearly all blocks, and never changed
 
 
+@dataclass(slots=True, eq=False, repr=False)
+class Block:
+    """A node of the tree. Every copy can serve the block's kind."""
+
+    key: bytes
+    parent: Block | None
+    tokens: Tokens
+    kind: BlockKind
+    tenant: bytes = b""  # that of its parent, or by default the namespace
+    write_back: WriteBack = WriteBack.NEVER
+    handles: Handles = NO_HANDLES  # conversations that end here
+    users: int = 0  # number of conversations that end here or in a descendant
+    copies: dict[str, Copy] = field(default_factory=dict)  # by the tier's name
+    children: dict[bytes, Block] = field(default_factory=dict)  # by tokens, which cannot collide
+    order: list[bytes] = field(default_factory=list)  # the children's packed tokens, sorted
+    namespace: bytes = field(init=False)
+    start: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        above = self.parent
+        self.namespace = above.namespace if above else self.key
+        self.tenant = above.tenant if above else self.tenant or self.key
+        self.start = above.stop if above else 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.kind.size_bytes
+
+    @property
+    def exact(self) -> bool:
+        return self.kind.exact
+
+    @property
+    def resumable(self) -> bool:
+        return self.kind.resumable
+
+    @property
+    def is_persistent(self) -> bool:
+        """Whether a persistent tier has a copy, or will have one when it is written."""
+        return any(copy.persistent for copy in self.copies.values())
+
+    @property
+    def stored(self) -> bool:
+        """Whether it would survive a crash now."""
+        return any(copy.persistent and copy.written for copy in self.copies.values())
+
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(handle.pinned for handle in self.handles)
+
+    def holds(self, parent: bytes, tokens: Tokens) -> bool:
+        """Whether it is the block of these tokens. An equal key is only a hint."""
+        return self.tokens == tokens and self.parent is not None and self.parent.key == parent
+
+
 def chain(block: Block | None) -> Iterator[Block]:
     """This block and its ancestors, without the root."""
     while block is not None and block.parent is not None:
@@ -247,17 +236,21 @@ def chain(block: Block | None) -> Iterator[Block]:
         block = block.parent
 
 
-def size_difference(block: Block | None, other: Block | None) -> int:
-    """Bytes of the chain up to `block` minus those up to `other`. Shared ancestors are skipped."""
-    more = 0
+def chain_tokens(block: Block) -> Tokens:
+    """All tokens up to the end of a block."""
+    return Tokens(b"".join(each.tokens.packed for each in reversed([*chain(block)])))
+
+
+def difference(block: Block | None, other: Block | None) -> Iterator[tuple[Block, int]]:
+    """The blocks up to `block` with 1, and those up to `other` with -1, roots included. Shared
+    ancestors are skipped."""
     while block is not other:
         if block is not None and (other is None or block.stop >= other.stop):
-            more += block.size_bytes
+            yield block, 1
             block = block.parent
         elif other is not None:
-            more -= other.size_bytes
+            yield other, -1
             other = other.parent
-    return more
 
 
 def subtree(block: Block) -> list[Block]:

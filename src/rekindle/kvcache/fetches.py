@@ -31,6 +31,7 @@ class Fetches:
         self.turn_bytes = self._tier_bytes // 2  # read-ahead of a turn: two turns share a tier
         self._in_flight: dict[str, set[Fetch]] = {tier.name: set() for tier in tiers}
         self._late: Counter[str] = Counter()  # timed-out reads that have not ended
+        self._is_short = False  # a turn waits for memory, to read the blocks that it needs next
         self._on_stall = on_stall
 
     @property
@@ -55,9 +56,26 @@ class Fetches:
     def start(self, blocks: Sequence[Block]) -> Fetch | None:
         """Start reading the first of these blocks that are not in memory and have one source.
 
-        Returns None if no block is missing, none can be read, or there is no room now.
+        Returns None if no block is missing, none can be read, or there is no room now. In the last
+        case nobody reads ahead until there is room.
         """
-        missing = (block for block in blocks if self._tiers.get(block) is None)
+        fetch = self._start(blocks)
+        self._is_short = fetch is None and self._must_read(blocks)
+        return fetch
+
+    def read_ahead(self, blocks: Sequence[Block]) -> Fetch | None:
+        """The same for blocks that are needed later. None while another turn waits for memory."""
+        return None if self._is_short else self._start(blocks)
+
+    def _must_read(self, blocks: Sequence[Block]) -> bool:
+        first = next(self._missing(blocks), None)
+        return first is not None and self._source(first) is not None
+
+    def _missing(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        return (block for block in blocks if self._tiers.get(block) is None)
+
+    def _start(self, blocks: Sequence[Block]) -> Fetch | None:
+        missing = self._missing(blocks)
         first = next(missing, None)
         tier = self._source(first) if first is not None else None
         if first is None or tier is None:

@@ -70,19 +70,22 @@ class TieredTree:
         self._place_conversations(block)
 
     def _place_conversations(self, block: Block) -> None:
-        """Place conversations again that may end in or below a new block.
+        """Find the last block again for conversations that may end in or below a new block.
 
-        These end above it, or in a tail that it covers. If the block has a checkpoint, also those
-        that end in a longer sibling.
+        So far they end above it, or in a tail that it covers. If the block has a checkpoint, they
+        may also end in a longer sibling. A sibling that no conversation uses any more is removed.
         """
         above = block.parent
         assert above is not None
-        siblings = shorter(block)
-        if block.resumable:
-            siblings += self.tree.longer(above.key, block.tokens)
+        longer = list(self.tree.longer(above.key, block.tokens)) if block.resumable else []
+        longer = [sibling for sibling in longer if sibling.users]
+        siblings = [*shorter(block), *longer]
         beside = [handle for sibling in siblings for handle in sibling.handles]
         for handle in (*above.handles.along(block.tokens), *beside):
             self.tree.place(handle, above)
+        for sibling in longer:
+            if not self.tree.is_reached(sibling):
+                self.drop(sibling)
 
     def remove(self, block: Block) -> None:
         """Remove a leaf from the tree and from every tier."""

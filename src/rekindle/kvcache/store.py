@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from rekindle.kvcache.block import Block, BlockKind, PrefixHandle, WriteBack, chain_key, subtree
+from rekindle.kvcache.block import (
+    Block,
+    BlockKind,
+    PrefixHandle,
+    WriteBack,
+    chain,
+    chain_key,
+    subtree,
+)
 from rekindle.kvcache.fetches import Fetches, OnStall
 from rekindle.kvcache.placement import Placement, StoreCounts, TieredTree, WriteBackQueue
 from rekindle.kvcache.tiers.base import (
@@ -44,13 +52,14 @@ class Store:
         min_reuse_probability: float = 0.0,
         on_stall: OnStall = lambda tier, answers: None,
     ) -> None:
+        self.block_tokens = block_tokens
         self._tree = Tree(block_tokens)
         self._tiered = TieredTree(self._tree, tiers)
         self._placement = Placement(self._tiered, min_reuse_probability)
         self.write_back = WriteBackQueue(self._tiered, self._placement)
         self.tiers = self._tiered.tiers
         self.fetches = Fetches(self.tiers, fetch_bytes, on_stall)
-        self._events = _TierEvents(self._tiered, self._placement, self.write_back, self.fetches)
+        self._by_name = {tier.name: tier for tier in self.tiers}
         self.conversations = Conversations(self._tiered)
         self.counts = self._tiered.counts
 
@@ -170,10 +179,6 @@ class Store:
         self._placement.make_room(tier, 0)
         self.write_back.rebuild()
 
-    def on_event(self, event: TierEvent) -> None:
-        """Handle an event that a tier's thread reported."""
-        self._events.handle(event)
-
     def retry(self) -> None:
         """Use failed tiers again, and write the blocks that they missed."""
         failed = [tier for tier in self.tiers if tier.is_open and tier.state != "ok"]
@@ -182,37 +187,10 @@ class Store:
         if failed:
             self.write_back.rebuild()
 
+    # -- events -----------------------------------------------------------------------------
 
-def _is_better(known: Block, *, exact: bool, resumable: bool) -> bool:
-    """Whether a block of this kind adds something to the known one and loses nothing."""
-    adds = exact > known.exact or resumable > known.resumable
-    return adds and exact >= known.exact and resumable >= known.resumable
-
-
-def _covers(tree: Tree, parent: bytes, tokens: Tokens, *, exact: bool) -> bool:
-    """Whether a longer block holds these tokens, and exactly if that is wanted."""
-    return any(block.exact or not exact for block in tree.longer(parent, tokens))
-
-
-class _TierEvents:
-    """Applies to the blocks what the tiers' threads have written and read."""
-
-    def __init__(
-        self,
-        tiered: TieredTree,
-        placement: Placement,
-        write_back: WriteBackQueue,
-        fetches: Fetches,
-    ) -> None:
-        self._tiered = tiered
-        self._fetches = fetches
-        self._tree = tiered.tree
-        self._placement = placement
-        self._write_back = write_back
-        self._first = tiered.tiers[0]
-        self._tiers = {tier.name: tier for tier in tiered.tiers}
-
-    def handle(self, event: TierEvent) -> None:
+    def on_event(self, event: TierEvent) -> None:
+        """Handle an event that a tier's thread reported."""
         match event:
             case Written():
                 self._on_written(event)
@@ -220,14 +198,14 @@ class _TierEvents:
                 self._on_write_failed(event)
             case Fetched(fetch):
                 self._on_fetched(fetch)
-                self._fetches.complete(fetch)
+                self.fetches.complete(fetch)
             case Flushed(then, is_safe):
                 then(is_safe)
             case BlocksFound(name, blocks):
-                self._tiered.load(self._tiers[name], blocks)
+                self._tiered.load(self._by_name[name], blocks)
 
     def _on_written(self, event: Written) -> None:
-        tier = self._tiers[event.tier]
+        tier = self._by_name[event.tier]
         for write in event.writes:  # including those that a later write has replaced
             copy = block.copies.get(tier.name) if (block := self._tree.get(write.key)) else None
             if copy is not None and copy.written is not None:
@@ -236,11 +214,11 @@ class _TierEvents:
             if block := self._tree.get(write.key):
                 block.copies[tier.name].written = write.kind
                 self._tiered.cover(block)
-        self._write_back.feed()
+        self.write_back.feed()
 
     def _on_write_failed(self, event: WriteFailed) -> None:
         """Remove the blocks from the tier. Their descendants cannot be reached there either."""
-        tier = self._tiers[event.tier]
+        tier = self._by_name[event.tier]
         for write in tier.complete(event):
             if block := self._tree.get(write.key):
                 self._undo(tier, block, write, is_there=event.is_there)
@@ -255,7 +233,7 @@ class _TierEvents:
             self._fall_back(tier, block, write.kind if is_there else copy.written)
             return
         blob = write.record.blob
-        if self._first.budget.fits(self._first.cost(block.tokens, len(blob))):
+        if self.tiers[0].budget.fits(self.tiers[0].cost(block.tokens, len(blob))):
             self._placement.promote(block, blob)  # the first tier may have evicted it by now
         self._tiered.remove_from(tier, block)
 
@@ -264,12 +242,12 @@ class _TierEvents:
         self._tree.set_kind(block, block.kind.weaker(kind))
         block.copies[tier.name].written = kind
         tier.resize(block, kind)
-        if self._first.holds(block):
-            self._first.resize(block, block.kind)
+        if self.tiers[0].holds(block):
+            self.tiers[0].resize(block, block.kind)
 
     def _on_fetched(self, fetch: Fetch) -> None:
         """Keep the blocks that were read, even if nobody waits for them any more."""
-        tier = self._tiers[fetch.tier]
+        tier = self._by_name[fetch.tier]
         for key in list(fetch.records):
             self._keep(tier, fetch, key)
         for key in list(fetch.bad):
@@ -301,52 +279,97 @@ class _TierEvents:
         return self._tiered.knows(block) and tier.holds(block) and tier.get(block) is None
 
 
+def _is_better(known: Block, *, exact: bool, resumable: bool) -> bool:
+    """Whether a block of this kind adds something to the known one and loses nothing."""
+    adds = exact > known.exact or resumable > known.resumable
+    return adds and exact >= known.exact and resumable >= known.resumable
+
+
+def _covers(tree: Tree, parent: bytes, tokens: Tokens, *, exact: bool) -> bool:
+    """Whether a longer block holds these tokens, and exactly if that is wanted."""
+    return any(block.exact or not exact for block in tree.longer(parent, tokens))
+
+
 class Conversations:
     """Tracks the block in which each conversation ends, and what deleting or pinning it means."""
 
     def __init__(self, tiered: TieredTree) -> None:
         self._tiered = tiered
         self._tree = tiered.tree
+        self._released: list[PrefixHandle] | None = None  # while blocks are being loaded
+
+    def begin_loading(self) -> None:
+        """Free nothing until all blocks and their conversations are here. Before that it is not
+        known which blocks are still needed."""
+        self._released = []
+
+    def end_loading(self) -> None:
+        """Free what was released in the meantime."""
+        released, self._released = self._released or [], None
+        for handle in released:
+            self.attach(handle)
+            self.release(handle)
 
     def attach(self, handle: PrefixHandle) -> None:
         """Track the last block of a conversation from now on."""
         if handle.tokens:  # without tokens it has no state
             self._tree.place(handle)
+        if handle.tokens and handle.namespace != handle.tenant:
+            handle.default = PrefixHandle(handle.tenant, handle.tokens)
+            self._tree.place(handle.default)
 
     def move(self, handle: PrefixHandle, namespace: bytes) -> None:
-        """Track a conversation's state in another namespace."""
-        self._tree.detach(handle)
+        """Track a conversation's state in another namespace, and free its state in this one."""
+        self.release(handle)
         handle.namespace = namespace
-        self._tree.place(handle)
+        self.attach(handle)
 
     def claim(self, handle: PrefixHandle) -> None:
         """Assign the namespace to its tenant before its blocks are loaded."""
         self._tree.root(handle.namespace, handle.tenant)
 
-    def detach(self, handle: PrefixHandle) -> None:
-        """Stop tracking a conversation. Its state stays until it is evicted."""
-        self._tree.detach(handle)
-
     def release(self, handle: PrefixHandle) -> int:
         """Stop tracking a conversation and remove the state that no other one uses. Returns the
         bytes freed."""
+        if self._released is not None:
+            self._tree.detach(handle)
+            if handle.default:
+                self._tree.detach(handle.default)
+            later = PrefixHandle(handle.namespace, handle.tokens, tenant=handle.tenant)
+            self._released.append(later)
+            return 0
+        freed_bytes = self.release(handle.default) if handle.default else 0
         block, top = handle.block, None
         self._tree.detach(handle)
-        while block is not None and not block.is_root and not _is_wanted(block, top):
+        while block is not None and not block.is_root and not self._tree.is_reached(block):
             block, top = block.parent, block
         gone = self._remove(top) if top else []
         if block is not None:
             gone += self._remove_along(block, handle.tokens)
-        return sum(each.size_bytes for each in gone)
+        return freed_bytes + sum(each.size_bytes for each in gone)
 
     def _remove_along(self, node: Block, tokens: Tokens) -> list[Block]:
         """Remove children on the path of a deleted conversation that no other one goes through."""
         gone = []
         for child in self._tree.along(node, tokens):
-            longer = self._tree.longer(node.key, child.tokens)
-            if not any(each.handles for other in (child, *longer) for each in subtree(other)):
+            if not self._tree.is_reached(child):
                 gone += self._remove(child)
         return gone
+
+    def reach(self, parent: bytes, tokens: Tokens) -> bool:
+        """Whether a conversation continues through a block with these tokens under this parent."""
+        return self._tree.would_be_reached(parent, tokens)
+
+    def continued(self, handle: PrefixHandle) -> Iterator[PrefixHandle]:
+        """The conversations that are a prefix of this one, itself included."""
+        for block in chain(handle.block):
+            yield from block.handles.ending_within(self._tree.next_tokens(block, handle.tokens))
+
+    def unreached(self) -> Iterator[Block | None]:
+        """Walk all blocks. Yields each leaf that no conversation uses, and None for every other
+        block. The caller may change the store between two blocks."""
+        for leaf in self._tree.leaves():
+            yield leaf if leaf is not None and not self._tree.is_reached(leaf) else None
 
     def _remove(self, block: Block) -> list[Block]:
         gone = subtree(block)
@@ -355,33 +378,6 @@ class Conversations:
         return gone
 
     @property
-    def _last_tier(self) -> Tier:
+    def last_tier(self) -> Tier:
+        """The tier that pins rely on."""
         return next(tier for tier in reversed(self._tiered.tiers) if tier.is_open)
-
-    @property
-    def pin_limit_bytes(self) -> int:
-        """What pinned conversations may take. Pins rely on the last tier."""
-        return self._last_tier.budget.limit_bytes
-
-    def lasting_bytes(
-        self, handles: Iterable[PrefixHandle], token_bytes: int, checkpoint_bytes: int = 0
-    ) -> int:
-        """What these conversations take of the last tier once they are computed, each with a
-        checkpoint of its end. Shared blocks count once."""
-        cost, size = self._last_tier.cost, self._tree.block_tokens
-        costs: dict[bytes, int] = {}
-        for handle in handles:
-            key = handle.namespace
-            for start in range(0, len(handle.tokens), size):
-                tokens = handle.tokens[start : start + size]
-                key, state_bytes = chain_key(key, tokens), len(tokens) * token_bytes
-                costs[key] = max(costs.get(key, 0), cost(tokens, state_bytes))
-            if handle.tokens:
-                costs[key] = cost(tokens, state_bytes + checkpoint_bytes)
-        return sum(costs.values())
-
-
-def _is_wanted(block: Block, known: Block | None) -> bool:
-    """Whether a conversation ends in this block or below it. None ends in or below `known`."""
-    others = (child for child in block.children.values() if child is not known)
-    return bool(block.handles) or any(each.handles for child in others for each in subtree(child))

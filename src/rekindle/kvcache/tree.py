@@ -15,7 +15,7 @@ from rekindle.kvcache.block import (
     Handles,
     PrefixHandle,
     chain_key,
-    size_difference,
+    difference,
     subtree,
 )
 from rekindle.tokens import TOKEN_BYTES, Tokens, common_prefix
@@ -54,7 +54,7 @@ class Tree:
         """The node above the first blocks of a namespace. Its tenant never changes."""
         root = self._roots.get(namespace)
         if root is None:
-            root = Block(namespace, None, Tokens(), BlockKind(0, exact=True), tenant)
+            root = Block(namespace, None, Tokens(), BlockKind(0, exact=True), tenant or b"")
             self._roots[namespace] = root
         return root
 
@@ -125,7 +125,9 @@ class Tree:
         before, handle.block = handle.block, node
         if before is node:
             return
-        handle.state_bytes += size_difference(node, before)
+        for block, sign in difference(node, before):
+            handle.state_bytes += sign * block.size_bytes
+            block.users += sign
         if before is not None:
             before.handles.remove(handle)
             if not before.handles:
@@ -202,6 +204,44 @@ class Tree:
         longer = list(_longer(node, chunk))
         return [*reversed(longer), *same, *_prefixes(node, chunk)]
 
+    def is_reached(self, block: Block) -> bool:
+        """Whether a conversation uses this block. It ends in the block or below it, or it continues
+        through a longer sibling."""
+        above = block.parent
+        assert above is not None
+        return block.users > 0 or any(each.users for each in _longer(above, block.tokens.packed))
+
+    def would_be_reached(self, parent: bytes, tokens: Tokens) -> bool:
+        """Whether a conversation continues through a block with these tokens under this parent or
+        root."""
+        above, packed = self._blocks.get(parent) or self._roots.get(parent), tokens.packed
+        if above is None:
+            return False
+        known = above.children.get(packed)
+        if (known and known.users) or any(each.users for each in _longer(above, packed)):
+            return True
+        beside = ((tail, each) for tail in _prefixes(above, packed) for each in tail.handles)
+        following = ((tail, self._next(above, each.tokens.packed)) for tail, each in beside)
+        return bool(above.handles.along(tokens)) or any(
+            rest.startswith(packed)
+            or (packed.startswith(rest) and not _is_checkpoint_of(tail, rest))
+            for tail, rest in following
+        )
+
+    def next_tokens(self, node: Block, tokens: Tokens) -> bytes:
+        """The packed tokens of a conversation after a block, at most one block of them."""
+        return self._next(node, tokens.packed)
+
+    def leaves(self) -> Iterator[Block | None]:
+        """Walk all blocks. Yields each block without children, and None for every other block. The
+        tree may change during the walk. Blocks that are added meanwhile may be left out."""
+        found = [child for root in self._roots.values() for child in root.children.values()]
+        while found:
+            block = found.pop()
+            is_leaf = self._blocks.get(block.key) is block and not block.children
+            found.extend(block.children.values())
+            yield block if is_leaf else None
+
     def _next(self, node: Block, packed: bytes) -> bytes:
         """The packed tokens after a block, at most one block of them."""
         start = node.stop * TOKEN_BYTES
@@ -225,6 +265,11 @@ def _match_part(node: Block, found: list[Block], chunk: bytes, tokens: int) -> M
     if most:
         found.append(node.children[best[-1]])  # the longer one of two equals
     return Match(tuple(found), tokens + most, diverged)
+
+
+def _is_checkpoint_of(tail: Block, rest: bytes) -> bool:
+    """Whether a conversation that ends with these tokens stays in this tail, whatever is stored."""
+    return tail.resumable and len(rest) - len(tail.tokens.packed) <= TOKEN_BYTES
 
 
 def _continuing_child(node: Block, chunk: bytes, packed: bytes) -> Block | None:

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.disk import entry_table
-from rekindle.kvcache.disk import entry_table as pieces
-from rekindle.kvcache.disk.entry_table import NOTHING, PIECE_BYTES, Contents, Pieces, cut
+from rekindle.kvcache.disk.entry_table import NOTHING, PIECE_BYTES, SCHEMA, Contents, Pieces, cut
 from tests.support.rounds import rounds
 
 LONG = bytes(number % 251 for number in range(5 * PIECE_BYTES + 7))
@@ -24,7 +22,7 @@ def db() -> Iterator[sqlite3.Connection]:
 
 def new_db() -> sqlite3.Connection:
     db = sqlite3.connect(":memory:", isolation_level=None)
-    db.executescript(pieces.SCHEMA + entry_table.ENTRY_SCHEMA)
+    db.executescript(SCHEMA)
     return db
 
 

@@ -16,7 +16,6 @@ from typing import Protocol
 import pytest
 
 from rekindle.errors import ConfigError, FolderLocked
-from rekindle.kvcache.disk.entry_table import PutBlock, PutEntry
 from rekindle.kvcache.disk.files import Files
 from rekindle.kvcache.disk.folder import Folder, open_folder
 from rekindle.kvcache.disk.secret import read_secret
@@ -54,7 +53,7 @@ def open_one(home: Path) -> Iterator[Opener]:
 def fill(folder: Folder, count: int = 3, *, seed: int = 0, blob_bytes: int = 100) -> None:
     records = chain(count, seed=seed, blob_bytes=blob_bytes)
     folder.block_files.write(records)
-    folder.index_db.commit([PutBlock(row_of(record)) for record in records])
+    folder.index_db.commit([row_of(record) for record in records])
 
 
 # -- layout --------------------------------------------------------------------------------------
@@ -81,7 +80,7 @@ def test_each_model_has_a_folder_of_its_own(open_one: Opener) -> None:
 def test_stored_blocks_survive_a_restart(open_one: Opener) -> None:
     folder = open_one()
     fill(folder)
-    folder.index_db.commit([PutEntry(entry("a", names=(("session_id", "x"),)))])
+    folder.index_db.commit([entry("a", names=(("session_id", "x"),))])
     folder.close()
     again = open_one()
     assert again.index_db.blocks() == [row_of(record) for record in chain(3)]
@@ -250,13 +249,12 @@ WRITE_UNTIL_KILLED = """
 import sys
 from pathlib import Path
 from rekindle.kvcache.disk.folder import open_folder
-from rekindle.kvcache.disk.index_db import PutBlock
 from tests.kvcache.records import chain, row_of
 folder = open_folder(Path(sys.argv[1]), b"model", limit_bytes=1 << 30)
 for seed in range(10_000):
     records = chain(3, seed=seed, blob_bytes=50_000)
     folder.block_files.write(records)
-    folder.index_db.commit([PutBlock(row_of(record)) for record in records])
+    folder.index_db.commit([row_of(record) for record in records])
     print(seed, flush=True)
 """
 
@@ -289,7 +287,7 @@ def make_idle(open_one: Opener, name: bytes, blob_bytes: int, used_s: int, *, pi
     folder = open_one(name)
     fill(folder, 1, blob_bytes=blob_bytes)
     if pin:
-        folder.index_db.commit([PutEntry(entry("a", pinned=True))])
+        folder.index_db.commit([entry("a", pinned=True)])
     folder.close()
     os.utime(folder.path / "lock", (used_s, used_s))
     return folder.path

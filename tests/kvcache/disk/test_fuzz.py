@@ -5,17 +5,17 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rekindle.errors import CorruptBlock, IndexDamaged
 from rekindle.kvcache.codec import seal
 from rekindle.kvcache.disk.block_files import BlockFiles
-from rekindle.kvcache.disk.entry_table import PIECE_BYTES, EntryRow, PutEntry
+from rekindle.kvcache.disk.entry_table import PIECE_BYTES, EntryRow
 from rekindle.kvcache.disk.folder import open_block_files
 from rekindle.kvcache.disk.index_db import IndexDb
 from tests.kvcache.records import SECRET, chain, entry, key_of, size_of
@@ -92,7 +92,7 @@ columns = st.sampled_from(
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("index") / "index.db"
     with closing(IndexDb(path)) as index_db:
-        index_db.commit(map(PutEntry, ENTRIES))
+        index_db.commit(ENTRIES)
     return path.read_bytes()
 
 

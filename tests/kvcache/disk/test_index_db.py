@@ -9,29 +9,25 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from rekindle.errors import IndexDamaged
 from rekindle.kvcache.disk.entry_table import (
     Change,
     DropBlock,
     DropEntry,
-    DropName,
     EntryRow,
     EntryTable,
-    PutBlock,
-    PutEntry,
-    SetMeta,
     TouchEntry,
 )
 from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.tokens import pack
-from tests.kvcache.records import ROOT, chain, entry, flip, row_of
+from tests.kvcache.records import chain, entry, flip, row_of
 
 ROWS = [row_of(record) for record in chain(20)]
 
@@ -50,8 +46,8 @@ def index_db(path: Path) -> Iterator[IndexDb]:
 
 def filled(path: Path) -> None:
     index_db = IndexDb(path)
-    index_db.commit([PutBlock(row) for row in ROWS])
-    index_db.commit([PutEntry(entry(f"e{n}", names=(("session_id", str(n)),))) for n in range(50)])
+    index_db.commit(ROWS)
+    index_db.commit([entry(f"e{n}", names=(("session_id", str(n)),)) for n in range(50)])
     index_db.close()
 
 
@@ -61,7 +57,7 @@ def filled(path: Path) -> None:
 def test_the_index_survives_a_restart(path: Path) -> None:
     filled(path)
     with closing(IndexDb(path)) as index_db:
-        index_db.commit([SetMeta("colour", "blue")])
+        index_db.set_meta("colour", "blue")
     with closing(IndexDb(path)) as index_db:
         assert index_db.blocks() == ROWS
         assert [each.key for each in index_db.entries()] == [f"e{n}" for n in range(50)]
@@ -102,26 +98,26 @@ def test_an_entry_is_read_back_unchanged(row: EntryRow) -> None:
     index_db._entries = EntryTable(index_db._db)
     with closing(index_db._db):
         index_db._begin(is_new=True)
-        index_db.commit([PutEntry(row)])
+        index_db.commit([row])
         assert index_db.entries() == [row]
 
 
 def test_a_replaced_block_keeps_its_place(index_db: IndexDb) -> None:
-    index_db.commit([PutBlock(row) for row in ROWS])
-    larger = replace(ROWS[0], size_bytes=999, exact=True)
-    index_db.commit([PutBlock(larger), DropBlock(ROWS[5].key)])
+    index_db.commit(ROWS)
+    larger = ROWS[0]._replace(size_bytes=999, kind=1)
+    index_db.commit([larger, DropBlock(ROWS[5].key)])
     assert index_db.blocks() == [larger, *ROWS[1:5], *ROWS[6:]]
 
 
 def test_putting_an_entry_replaces_all_its_names(index_db: IndexDb) -> None:
-    index_db.commit([PutEntry(entry("a", names=(("session_id", "x"), ("message_id", "y"))))])
-    index_db.commit([PutEntry(entry("a", names=(("session_id", "z"),)))])
+    index_db.commit([entry("a", names=(("session_id", "x"), ("message_id", "y")))])
+    index_db.commit([entry("a", names=(("session_id", "z"),))])
     assert [each.names for each in index_db.entries()] == [(("session_id", "z"),)]
 
 
 def test_a_name_moves_from_one_entry_to_another(index_db: IndexDb) -> None:
-    index_db.commit([PutEntry(entry("a", names=(("session_id", "x"), ("session_id", "y"))))])
-    index_db.commit([PutEntry(entry("b", names=(("session_id", "x"),)))])
+    index_db.commit([entry("a", names=(("session_id", "x"), ("session_id", "y")))])
+    index_db.commit([entry("b", names=(("session_id", "x"),))])
     assert {each.key: each.names for each in index_db.entries()} == {
         "a": (("session_id", "y"),),
         "b": (("session_id", "x"),),
@@ -131,20 +127,20 @@ def test_a_name_moves_from_one_entry_to_another(index_db: IndexDb) -> None:
 def test_the_same_name_of_two_tenants_is_two_names(index_db: IndexDb) -> None:
     mine = entry("a", names=(("session_id", "x"),))
     theirs = replace(entry("b", names=(("session_id", "x"),)), namespace=b"t" * 32)
-    index_db.commit([PutEntry(mine), PutEntry(theirs)])
+    index_db.commit([mine, theirs])
     assert index_db.entries() == [mine, theirs]
 
 
 def test_a_use_changes_only_the_columns_of_a_use(index_db: IndexDb) -> None:
     before = entry("a", names=(("session_id", "x"),))
-    index_db.commit([PutEntry(before), TouchEntry("a", 10.0, 20.0, 7), TouchEntry("gone", 1, 2, 3)])
+    index_db.commit([before, TouchEntry("a", 10.0, 20.0, 7), TouchEntry("gone", 1, 2, 3)])
     assert index_db.entries() == [replace(before, last_used_at=10.0, expires_at=20.0, hits=7)]
 
 
 def test_dropping_an_entry_drops_its_names(index_db: IndexDb) -> None:
-    index_db.commit([PutEntry(entry("a", names=(("session_id", "x"),))), DropEntry("a")])
+    index_db.commit([entry("a", names=(("session_id", "x"),)), DropEntry("a")])
     assert index_db.entries() == []
-    assert index_db.dangling_names() == []
+    assert index_db.dangling_names() == 0
 
 
 def test_a_name_without_an_entry_is_found_and_can_be_dropped(path: Path) -> None:
@@ -152,9 +148,9 @@ def test_a_name_without_an_entry_is_found_and_can_be_dropped(path: Path) -> None
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("DELETE FROM entries WHERE key = 'e7'")
     with closing(IndexDb(path)) as index_db:
-        assert index_db.dangling_names() == [DropName(ROOT, "session_id", "7")]
-        index_db.commit(index_db.dangling_names())
-        assert index_db.dangling_names() == []
+        assert index_db.dangling_names() == 1
+        index_db.drop_dangling_names()
+        assert index_db.dangling_names() == 0
 
 
 # -- what is written -----------------------------------------------------------------------------
@@ -183,11 +179,11 @@ def test_only_the_new_part_of_a_conversation_is_written(path: Path, index_db: In
     most = []
     for tokens in (1_000, 100_000):
         before, after = long_row(tokens), long_row(tokens + 200)
-        index_db.commit([PutEntry(before)])
-        turn = written_bytes(path, index_db, [PutEntry(after), DropEntry(before.key)])
+        index_db.commit([before])
+        turn = written_bytes(path, index_db, [after, DropEntry(before.key)])
         touch = written_bytes(path, index_db, [TouchEntry(after.key, 10.0, None, 1)])
         pinned = replace(after, pinned=True)
-        pin = written_bytes(path, index_db, [PutEntry(pinned)])
+        pin = written_bytes(path, index_db, [pinned])
         most.append(max(turn, touch, pin))
         [found] = index_db.entries()
         assert found == pinned
@@ -202,10 +198,10 @@ def test_shared_pieces_are_stored_once_and_until_the_last_entry_is_dropped(
     branches = [
         replace(alone, key=f"{n}", packed=alone.packed + pack([n]), names=()) for n in range(20)
     ]
-    index_db.commit([PutEntry(alone)])
+    index_db.commit([alone])
     index_db._checkpoint()
     alone_bytes = path.stat().st_size
-    index_db.commit(map(PutEntry, branches))
+    index_db.commit(branches)
     index_db._checkpoint()
     assert path.stat().st_size < 2 * alone_bytes
     index_db.commit([DropEntry(alone.key), *(DropEntry(each.key) for each in branches[:-1])])
@@ -218,18 +214,18 @@ def test_shared_pieces_are_stored_once_and_until_the_last_entry_is_dropped(
 
 
 def test_a_commit_that_fails_halfway_changes_nothing(index_db: IndexDb) -> None:
-    index_db.commit([PutBlock(ROWS[0])])
-    impossible = replace(ROWS[2], size_bytes=None)  # type: ignore[arg-type]  # on purpose
+    index_db.commit([ROWS[0]])
+    impossible = ROWS[2]._replace(size_bytes=None)  # type: ignore[arg-type]  # on purpose
     with pytest.raises(sqlite3.IntegrityError):
-        index_db.commit([PutBlock(ROWS[1]), DropBlock(ROWS[0].key), PutBlock(impossible)])
+        index_db.commit([ROWS[1], DropBlock(ROWS[0].key), impossible])
     assert index_db.blocks() == [ROWS[0]]
-    index_db.commit([PutBlock(ROWS[1])])
+    index_db.commit([ROWS[1]])
     assert index_db.blocks() == ROWS[:2]
 
 
 def test_a_commit_with_an_invalid_change_is_rolled_back(index_db: IndexDb) -> None:
     def changes() -> Iterator[Change]:
-        yield PutBlock(ROWS[0])
+        yield ROWS[0]
         raise RuntimeError("on purpose")
 
     with pytest.raises(RuntimeError):
@@ -239,20 +235,20 @@ def test_a_commit_with_an_invalid_change_is_rolled_back(index_db: IndexDb) -> No
 
 
 def test_a_full_disk_is_not_reported_as_damage(index_db: IndexDb) -> None:
-    index_db.commit([PutBlock(ROWS[0])])
+    index_db.commit([ROWS[0]])
     pages = index_db._db.execute("PRAGMA page_count").fetchone()[0]
     index_db._db.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(sqlite3.Error) as raised:
-        index_db.commit([PutEntry(replace(entry("a"), text=b"x" * 100_000))])
+        index_db.commit([replace(entry("a"), text=b"x" * 100_000)])
     assert raised.value.sqlite_errorcode == sqlite3.SQLITE_FULL
     index_db._db.execute("PRAGMA max_page_count = 1000000")
-    index_db.commit([PutBlock(ROWS[1])])
+    index_db.commit([ROWS[1]])
     assert index_db.blocks() == ROWS[:2]
     assert index_db.entries() == []
 
 
 def test_another_thread_may_commit(index_db: IndexDb) -> None:
-    thread = threading.Thread(target=index_db.commit, args=([PutBlock(ROWS[0])],))
+    thread = threading.Thread(target=index_db.commit, args=([ROWS[0]],))
     thread.start()
     thread.join()
     assert index_db.blocks() == ROWS[:1]
@@ -261,12 +257,12 @@ def test_another_thread_may_commit(index_db: IndexDb) -> None:
 COMMIT_AND_DIE = """
 import os, sys
 from pathlib import Path
-from rekindle.kvcache.disk.index_db import IndexDb, PutBlock
+from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.tokens import pack
 from tests.kvcache.records import chain, row_of
 index_db = IndexDb(Path(sys.argv[1]))
 for record in chain(20):
-    index_db.commit([PutBlock(row_of(record))])
+    index_db.commit([row_of(record)])
 os._exit(9)
 """
 
@@ -284,7 +280,7 @@ def test_a_commit_survives_a_kill(path: Path) -> None:
 
 def test_only_the_owner_can_read_it(path: Path) -> None:
     with closing(IndexDb(path)) as index_db:
-        index_db.commit([PutBlock(ROWS[0])])
+        index_db.commit([ROWS[0]])
         index_db.backup()
         modes = {each.name: stat.S_IMODE(each.stat().st_mode) for each in path.parent.iterdir()}
     assert modes == {"index.db": 0o600, "index.db-wal": 0o600, "index.db.bak": 0o600}
@@ -294,16 +290,16 @@ def test_the_log_stays_small_and_is_gone_after_closing(path: Path) -> None:
     log = path.with_name("index.db-wal")
     with closing(IndexDb(path)) as index_db:
         for n in range(300):
-            index_db.commit([PutEntry(replace(entry(f"e{n}"), text=b"x" * 5000))])
+            index_db.commit([replace(entry(f"e{n}"), text=b"x" * 5000)])
         assert log.stat().st_size < 1 << 20
     assert not log.exists() or log.stat().st_size == 0
 
 
 def test_a_backup_is_an_index_of_its_own(path: Path) -> None:
     with closing(IndexDb(path)) as index_db:
-        index_db.commit([PutBlock(row) for row in ROWS[:3]])
+        index_db.commit(ROWS[:3])
         index_db.backup()
-        index_db.commit([PutBlock(row) for row in ROWS[3:]])
+        index_db.commit(ROWS[3:])
         kept = sorted(each.name for each in path.parent.iterdir())
         assert kept == ["index.db", "index.db-wal", "index.db.bak"]
     copy = path.with_name("copy.db")
@@ -314,9 +310,9 @@ def test_a_backup_is_an_index_of_its_own(path: Path) -> None:
 
 def test_an_index_without_its_log_is_no_older_than_its_backup(path: Path) -> None:
     with closing(IndexDb(path)) as index_db:
-        index_db.commit([PutBlock(row) for row in ROWS[:3]])
+        index_db.commit(ROWS[:3])
         index_db.backup()
-        index_db.commit([PutBlock(ROWS[3])])
+        index_db.commit([ROWS[3]])
         copy = path.with_name("copy.db")
         shutil.copyfile(path, copy)  # as a crash that takes the log would leave it
     with closing(IndexDb(copy)) as index_db:
@@ -329,7 +325,7 @@ def test_an_index_that_did_not_change_is_not_copied_again(path: Path, index_db: 
         status = path.with_name("index.db.bak").stat()
         return status.st_ino, status.st_mtime_ns
 
-    index_db.commit([PutBlock(ROWS[0])])
+    index_db.commit([ROWS[0]])
     first = copied()
     index_db.commit([])
     assert copied() == first
@@ -342,10 +338,10 @@ def test_an_index_that_did_not_change_is_not_copied_again(path: Path, index_db: 
 def test_a_backup_that_fails_leaves_the_last_one(
     path: Path, index_db: IndexDb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    index_db.commit([PutBlock(ROWS[0])])
+    index_db.commit([ROWS[0]])
     index_db.backup()
     before = path.with_name("index.db.bak").read_bytes()
-    index_db.commit([PutBlock(ROWS[1])])
+    index_db.commit([ROWS[1]])
 
     def fail(handle: int) -> None:
         raise OSError("on purpose")
@@ -382,7 +378,7 @@ def ruin_header(path: Path) -> None:
 
 def ruin_version(path: Path) -> None:
     with closing(IndexDb(path)) as index_db:
-        index_db.commit([SetMeta("schema", "999")])
+        index_db.set_meta("schema", "999")
 
 
 def ruin_link(path: Path) -> None:

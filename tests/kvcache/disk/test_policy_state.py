@@ -19,14 +19,6 @@ def test_the_state_that_was_written_last_is_read(tmp_path: Path) -> None:
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
 
 
-def test_counts_of_version_2_are_read(tmp_path: Path) -> None:
-    tiers = {name: {"counts": counts, "favourite": "frequency"} for name, counts in STATE.items()}
-    write_policy_state(tmp_path, tiers)
-    whole = (tmp_path / FILE).read_bytes()
-    (tmp_path / FILE).write_bytes(whole.replace(b"learnt 3", b"learnt 2", 1))
-    assert read_policy_state(tmp_path) == STATE
-
-
 def test_a_file_that_is_damaged_or_of_an_unknown_version_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -35,7 +27,6 @@ def test_a_file_that_is_damaged_or_of_an_unknown_version_is_ignored(
     damaged = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(0, 400, 7)]
     damaged += [whole[:at] for at in (0, 1, 20, 60, len(whole) - 1)]
     damaged += [whole + b" ", bytes(len(whole)), whole.replace(b"learnt 3", b"learnt 4")]
-    damaged += [whole.replace(b"learnt 3", b"learnt 2")]  # its tiers are not those of version 2
     for content in damaged:
         (tmp_path / FILE).write_bytes(content)
         caplog.clear()

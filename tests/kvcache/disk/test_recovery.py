@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.codec import Record
-from rekindle.kvcache.disk.entry_table import BlockRow, DropBlock, PutBlock, PutEntry, SetMeta
+from rekindle.kvcache.disk.entry_table import BlockRow, DropBlock, TouchEntry
 from rekindle.kvcache.disk.folder import Folder, open_folder
 from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.disk.recovery import Recovery, compare
@@ -35,8 +35,8 @@ class CacheFolder:
         folder = open_folder(home, b"model", limit_bytes=1 << 30)
         self.path, self.index = folder.path, folder.path / "index.db"
         folder.block_files.write(RECORDS)
-        folder.index_db.commit([PutBlock(row) for row in ROWS])
-        folder.index_db.commit([PutEntry(ENTRY)])
+        folder.index_db.commit(ROWS)
+        folder.index_db.commit([ENTRY])
         folder.close()
         self._opened: Folder | None = None
 
@@ -112,7 +112,7 @@ def test_sizes_are_compared_after_a_failed_commit(cache: CacheFolder) -> None:
     with cache.file(RECORDS[5]).open("r+b") as file:
         file.truncate(50)
     with pytest.raises(sqlite3.ProgrammingError):
-        folder.index_db.commit([SetMeta("colour", object())])  # type: ignore[arg-type]
+        folder.index_db.commit([TouchEntry("a", object(), None, 1)])  # type: ignore[arg-type]
     assert cache.open().recovery == Recovery(lost=1, quarantined=1)
 
 
@@ -155,7 +155,7 @@ def test_a_file_that_was_replaced_before_its_row_is_kept(cache: CacheFolder) -> 
 
 
 def test_a_row_that_contradicts_its_key_is_not_used(cache: CacheFolder) -> None:
-    cache.open().index_db.commit([PutBlock(replace(ROWS[1], packed=b"lies"))])
+    cache.open().index_db.commit([ROWS[1]._replace(packed=b"lies")])
     assert cache.open().recovery == Recovery(adopted=1)
     assert_consistent(cache, ROWS)
 
@@ -251,7 +251,7 @@ def test_a_damaged_log_loses_no_blocks_and_no_backed_up_entries(
     folder.index_db.backup()
     more = chain(3, seed=5)
     folder.block_files.write(more)
-    folder.index_db.commit([PutBlock(row_of(record)) for record in more])
+    folder.index_db.commit([row_of(record) for record in more])
     shutil.copytree(cache.path, tmp_path / "crashed")  # with the log, as a crash leaves it
     cache.close()
     shutil.rmtree(cache.path)
@@ -264,7 +264,7 @@ def test_a_damaged_log_loses_no_blocks_and_no_backed_up_entries(
 def test_an_old_log_is_never_replayed_into_a_new_index(cache: CacheFolder, tmp_path: Path) -> None:
     folder = cache.open()
     folder.index_db.backup()
-    folder.index_db.commit([PutEntry(entry(f"e{n}")) for n in range(20)])
+    folder.index_db.commit([entry(f"e{n}") for n in range(20)])
     shutil.copyfile(cache.path / "index.db-wal", tmp_path / "log")
     cache.close()
     cache.index.unlink()
@@ -326,7 +326,7 @@ def test_a_lack_of_handles_does_not_set_the_index_aside(
         raise sqlite3.OperationalError("unable to open database file")
 
     with monkeypatch.context() as patched:
-        patched.setattr(IndexDb, "raw_blocks", fail)
+        patched.setattr(IndexDb, "blocks", fail)
         with pytest.raises(sqlite3.OperationalError):
             cache.open()
     assert not (cache.path / "index.db.damaged").exists()
@@ -352,8 +352,8 @@ def test_after_recovery_the_index_has_exactly_the_reachable_files_parents_first(
         match change:
             case DropBlock(key):
                 del rows[key]
-            case PutBlock(row):
-                rows[row.key] = row
+            case BlockRow(key):
+                rows[key] = change
     for key in census.unreachable:
         del found[key]
     assert rows == found
@@ -363,7 +363,7 @@ def test_after_recovery_the_index_has_exactly_the_reachable_files_parents_first(
 
 
 def test_a_block_under_a_parent_of_another_namespace_is_unreachable() -> None:
-    stray = replace(ROWS[1], namespace=b"t" * 32)
+    stray = ROWS[1]._replace(namespace=b"t" * 32)
     census = compare([], {ROWS[0].key: ROWS[0], stray.key: stray})
     assert census.adopted == (ROWS[0],)
     assert census.unreachable == (stray.key,)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
 import pytest
+from msgspec.structs import replace
 
 from rekindle.kvcache.block import Block, BlockKind, chain_key
-from rekindle.kvcache.disk.entry_table import SetMeta
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.disk.writer import Commit, Remove, Writer
 from rekindle.kvcache.tiers.base import Flushed, TierEvent, Written
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.tokens import Tokens
+from tests.kvcache.records import entry
 from tests.stress.trouble import Trouble, block_files_with
 
 ROOT = Block(b"r" * 32, None, Tokens(), BlockKind(0, exact=True))
@@ -111,8 +113,8 @@ def test_changes_are_committed_before_queued_state(tmp_path: Path) -> None:
     answers: list[str] = []
     writer.put(Remove(KEY, quarantine=False))
     writer.put(Flushed(lambda _: answers.append("all")))
-    writer.note(SetMeta("noted", "yes"))
-    writer.put(Commit(lambda _: answers.append(str(folder.index_db.meta("noted")))))
+    writer.note(entry("noted"))
+    writer.put(Commit("noted", lambda _: answers.append(folder.index_db.entries()[0].key)))
     writer.start(folder)
     for _ in range(2):
         event = told.get(timeout=PATIENCE_S)
@@ -121,7 +123,30 @@ def test_changes_are_committed_before_queued_state(tmp_path: Path) -> None:
         event.then(event.is_safe)
     writer.close()
     folder.close()
-    assert answers == ["yes", "all"]
+    assert answers == ["noted", "all"]
+
+
+def test_a_change_that_was_given_up_is_not_reported_as_safe(tmp_path: Path) -> None:
+    """While a commit takes long, more changes may arrive than there is memory for."""
+    folder = open_folder(tmp_path / "kv", b"model", limit_bytes=1 << 30)
+    told: SimpleQueue[TierEvent] = SimpleQueue()
+    writer = Writer("disk", told.put, 0)
+    outcomes: dict[str, bool] = {}
+    for key in ("a", "b", "c"):  # 90 MB, and the limit is 64 MB
+        writer.note(replace(entry(key), document=key.encode() * 30_000_000))
+        writer.put(Commit(key, partial(outcomes.__setitem__, key)))
+    for name in ("all", "later"):
+        writer.put(Flushed(partial(outcomes.__setitem__, name)))
+    writer.start(folder)
+    while len(outcomes) < 5:
+        event = told.get(timeout=PATIENCE_S)
+        assert isinstance(event, Flushed)
+        event.then(event.is_safe)
+    writer.close()
+    stored = {row.key for row in folder.index_db.entries()}
+    folder.close()
+    assert outcomes == {"a": False, "b": True, "c": True, "all": False, "later": True}
+    assert stored == {"b", "c"}
 
 
 def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:

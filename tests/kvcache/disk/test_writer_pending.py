@@ -1,20 +1,20 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from rekindle.kvcache.disk.entry_table import Change, DropBlock, DropEntry, PutEntry, TouchEntry
+from rekindle.kvcache.disk.entry_table import Change, DropBlock, DropEntry, EntryRow, TouchEntry
 from rekindle.kvcache.disk.writer import CHANGE_BYTES, PendingChanges
 from tests.kvcache.records import entry
 
 LARGE = b"x" * 1_000_000
 
 
-def put(key: str, text: bytes = b"hello") -> PutEntry:
-    return PutEntry(replace(entry(key), text=text))
+def put(key: str, text: bytes = b"hello") -> EntryRow:
+    return replace(entry(key), text=text)
 
 
 def test_only_the_latest_change_of_a_row_is_kept() -> None:
@@ -34,8 +34,8 @@ def test_a_thousand_turns_on_a_failing_disk_take_the_memory_of_one() -> None:
         pending.add(TouchEntry("a", turn, None, turn))
     assert pending.size_bytes < 2 * len(LARGE)
     [change] = pending.listed()
-    assert isinstance(change, PutEntry)
-    assert (change.row.hits, change.row.text) == (999, LARGE)
+    assert isinstance(change, EntryRow)
+    assert (change.hits, change.text) == (999, LARGE)
 
 
 def test_beyond_the_limit_the_oldest_entries_are_dropped_and_no_removal() -> None:
@@ -45,8 +45,19 @@ def test_beyond_the_limit_the_oldest_entries_are_dropped_and_no_removal() -> Non
         pending.add(put(f"e{number}", LARGE))
     kept = pending.listed()
     assert pending.size_bytes <= 10 * len(LARGE)
-    assert [each.row.key for each in kept if isinstance(each, PutEntry)][-1] == "e99"
+    assert [each.key for each in kept if isinstance(each, EntryRow)][-1] == "e99"
     assert len([each for each in kept if isinstance(each, DropEntry)]) == 100
+
+
+def test_a_change_that_was_given_up_is_known_until_its_row_changes_again() -> None:
+    pending = PendingChanges(2 * len(LARGE) + 5000)
+    for key in "abc":
+        pending.add(put(key, LARGE))
+    assert [pending.has_given_up(key) for key in "abc"] == [True, False, False]
+    pending.done(pending.listed())
+    assert pending.has_given_up("a")
+    pending.add(put("a", LARGE))
+    assert not pending.has_given_up("a")
 
 
 def test_removals_are_limited_too() -> None:
@@ -93,8 +104,8 @@ def rows_after(made: list[Change]) -> dict[str, tuple[bytes, int]]:
     rows: dict[str, tuple[bytes, int]] = {}
     for change in made:
         match change:
-            case PutEntry(row):
-                rows[row.key] = (row.text, row.hits)
+            case EntryRow():
+                rows[change.key] = (change.text, change.hits)
             case DropEntry(key):
                 rows.pop(key, None)
             case TouchEntry(key, hits=hits) if key in rows:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.kvcache.disk.entry_table import Change, PutEntry
+from rekindle.kvcache.disk.entry_table import Change, EntryRow
 from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.entries.entries import Draft, Entries
 from rekindle.kvcache.entries.entry import (
@@ -24,6 +24,7 @@ from rekindle.kvcache.entries.entry import (
     newest_replies,
 )
 from rekindle.kvcache.entries.index import ReplyIndex
+from rekindle.kvcache.entries.retention import EntryLimits
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.tokens import Tokens
@@ -42,7 +43,7 @@ def draft(*tokens: int, text: bytes = b"text", **fields: object) -> Draft:
 def entries(journal: list[Change] | None = None, *, limit_bytes: int = 1 << 20) -> Entries:
     store = Store(block_tokens=8, tiers=[RamTier(0)])
     keep = journal.append if journal is not None else None
-    return Entries(store, Clock(), keep, limit_bytes=limit_bytes)
+    return Entries(store, Clock(), keep, EntryLimits(limit_bytes))
 
 
 replies = st.builds(
@@ -149,8 +150,8 @@ def test_forgetting_an_entry_frees_its_replies() -> None:
         known.remember(draft(number, replies=(reply(100 + number),)))
         known.forget(entry)
     assert not known.index.knows_replies(ROOT)
-    assert known.index.used_bytes == 0
-    assert not known.index.held_bytes
+    assert known.retention.used_bytes == 0
+    assert not known.retention.held_bytes
 
 
 def test_replies_count_against_the_entry_budget() -> None:
@@ -179,13 +180,13 @@ def test_entries_are_loaded_with_their_replies() -> None:
     known = entries(journal)
     known.remember(draft(1, 2, 3, text_tokens=2, replies=(reply(1), reply(2))))
     [change] = journal
-    assert isinstance(change, PutEntry)
+    assert isinstance(change, EntryRow)
     again = entries()
-    again.load([change.row])
+    again.load([change])
     [(entry, found)] = again.index.replies(ROOT, "said:2")
     assert found == reply(2)
     assert (entry.text_tokens, len(entry.tokens), entry.first(2)) == (2, 3, [1, 2])
-    assert again.index.used_bytes == entry.cost_bytes == known.index.used_bytes
+    assert again.retention.used_bytes == entry.cost_bytes == known.retention.used_bytes
 
 
 # -- the index on disk ---------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from rekindle.kvcache.entries.entry import Clock, Entry
 from rekindle.kvcache.entries.index import EntryIndex
+from rekindle.kvcache.entries.retention import EntryLimits, PinnedBlocks, Retention
 from rekindle.tokens import Tokens
 
 A, B = b"a", b"b"
@@ -19,7 +20,16 @@ Action = tuple[str, int]
 
 def entry(number: int) -> Entry:
     namespace = (A, B)[number % 2]
-    return Entry(f"key {number}", namespace, Tokens.of([number]), b"", CLOCK)
+    return Entry(
+        namespace,
+        Tokens.of([number]),
+        key=f"key {number}",
+        text=b"",
+        text_tokens=1,
+        created_at=0.0,
+        last_used_at=0.0,
+        used_s=0.0,
+    )
 
 
 def pages(index: EntryIndex, namespace: bytes | None, size: int) -> list[Entry]:
@@ -40,7 +50,7 @@ def pages(index: EntryIndex, namespace: bytes | None, size: int) -> list[Entry]:
 def test_all_pages_together_are_the_entries_most_recently_used_first(
     actions: list[Action], size: int
 ) -> None:
-    index, order = EntryIndex(), list[Entry]()
+    index, order = EntryIndex(Retention(PinnedBlocks((), 8, EntryLimits()))), list[Entry]()
     for number, (action, pick) in enumerate(actions):
         if action == "a" or not order:
             index.add(added := entry(number))
@@ -60,7 +70,7 @@ def test_all_pages_together_are_the_entries_most_recently_used_first(
 
 
 def test_changes_between_two_pages_neither_repeat_nor_hide_other_entries() -> None:
-    index = EntryIndex()
+    index = EntryIndex(Retention(PinnedBlocks((), 8, EntryLimits())))
     added = [entry(2 * number) for number in range(6)]
     for each in added:
         index.add(each)
@@ -76,7 +86,7 @@ def test_changes_between_two_pages_neither_repeat_nor_hide_other_entries() -> No
 
 
 def test_endless_use_takes_no_more_memory() -> None:
-    index = EntryIndex()
+    index = EntryIndex(Retention(PinnedBlocks((), 8, EntryLimits())))
     added = [entry(number) for number in range(10)]
     for each in added:
         index.add(each)

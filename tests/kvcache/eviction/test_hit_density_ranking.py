@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
+from rekindle.kvcache.eviction.hit_density import HitDensity
+from rekindle.kvcache.eviction.policy import HitDensityRanking
 from tests.kvcache.evicting import evict, use
 from tests.kvcache.measure import allocated_bytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -68,6 +69,7 @@ class BlockReading:
             if self._error is None and is_wanted():
                 self._read(is_wanted)
         except Exception as error:
+            _clear_frames(error)
             self._error = self._error or error
         with self._lock:
             self._threads -= 1
@@ -107,13 +109,11 @@ class BlockReading:
         Raises CorruptBlock with the reason. An OSError means that this process lacks handles or
         memory, and says nothing about the file.
         """
-        blob, error = self._blob, self._error
-        self._blob, self._rest, self._error = memoryview(b""), iter(()), None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback would keep the memory alive
+        self._rest = iter(())
+        if self._error is not None:
+            self._blob = memoryview(b"")
+            raise self._error
+        blob, self._blob = self._blob, memoryview(b"")
         if self._header is None or len(self._digests) < self._stripes:
             return None
         digests = [digest for _, digest in sorted(self._digests.items())]
@@ -121,6 +121,15 @@ class BlockReading:
         if chain_key(record.parent, record.tokens) != self._key:
             raise CorruptBlock("it is another block than its name says")
         return record
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the variables of all frames that an error came through. They refer to the memory of
+    the block, which would live as long as somebody holds the error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 @contextmanager

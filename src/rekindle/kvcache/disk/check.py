@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import count
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Literal
 
 from rekindle.errors import CorruptBlock, FolderLocked, IndexDamaged, IndexOutdated
+from rekindle.kvcache.block import BlockKind, PrefixHandle
 from rekindle.kvcache.disk.block_files import BlockFiles
-from rekindle.kvcache.disk.entry_table import BlockRow
+from rekindle.kvcache.disk.entry_table import BlockRow, EntryRow
 from rekindle.kvcache.disk.folder import (
     INDEX,
     claim,
@@ -28,9 +29,12 @@ from rekindle.kvcache.disk.recovery import (
     compare,
     open_index,
     open_readable,
+    reachable,
     repair_index,
     set_aside,
 )
+from rekindle.kvcache.tree import Tree
+from rekindle.tokens import TOKEN_BYTES, Tokens
 
 FindingKind = Literal[
     "index_damaged",
@@ -57,6 +61,7 @@ class FolderReport:
     in_use: bool = False  # by another process, so it was not checked
     is_sealed: bool = False  # with an unknown secret, so it was not checked
     blocks: int = 0  # verified files
+    unreached: int = 0  # blocks that no entry uses; the next server makes entries for them
     findings: tuple[Finding, ...] = ()
 
 
@@ -122,12 +127,37 @@ def _check_folder(
     ]
     index_db, damage = _open(path / INDEX, repair=repair)
     findings += damage
+    unreached = 0
     if index_db is not None:
         try:
             findings += _check_index(block_files, index_db, survey, repair=repair)
+            unreached = _count_unreached(survey.found, index_db.entries())
         finally:
             index_db.close()
-    return FolderReport(path, blocks=len(survey.found), findings=tuple(findings))
+    return FolderReport(
+        path, blocks=len(survey.found), unreached=unreached, findings=tuple(findings)
+    )
+
+
+def _count_unreached(found: Mapping[bytes, BlockRow], entries: Iterable[EntryRow]) -> int:
+    """Count the blocks that no entry uses, by the rules of the running server."""
+    sizes = (len(row.packed) // TOKEN_BYTES for row in found.values())
+    tree = Tree(max(sizes, default=1))  # full blocks are the longest
+    kind = BlockKind(0, exact=False)
+    for row in reachable(found):
+        tokens = Tokens(row.packed)
+        resumable = bool(row.kind & 2)
+        tree.add(
+            row.namespace,
+            tree.get(row.parent),
+            tokens,
+            kind._replace(resumable=resumable),
+            key=row.key,
+        )
+    for entry in entries:
+        if entry.packed:
+            tree.place(PrefixHandle(entry.kv_namespace or entry.namespace, Tokens(entry.packed)))
+    return sum(not tree.is_reached(block) for block in tree)
 
 
 def _unexpected_files(block_files: BlockFiles) -> Iterator[Finding]:
@@ -185,13 +215,12 @@ def _check_index(
 ) -> Iterable[Finding]:
     rows = index_db.blocks()
     census = compare(rows, survey.found)
-    dangling = index_db.dangling_names()
     findings = [
         *_disagreements(census, {row.key for row in rows}, survey),
-        *(Finding("dangling_name", "", "A name belongs to no entry.") for _ in dangling),
+        *[Finding("dangling_name", "", "A name belongs to no entry.")] * index_db.dangling_names(),
     ]
     if repair:
-        index_db.commit(dangling)
+        index_db.drop_dangling_names()
         repair_index(block_files, index_db, census, survey.bad)
         index_db.backup()
     return findings

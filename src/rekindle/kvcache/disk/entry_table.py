@@ -10,11 +10,13 @@ import json
 import sqlite3
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from types import NoneType
 from typing import Any, NamedTuple
 
 from blake3 import blake3
+from msgspec import Struct
+from msgspec.structs import replace
 
 from rekindle.kvcache.codec import Record, RecordHeader
 from rekindle.tokens import Tokens
@@ -22,9 +24,12 @@ from rekindle.tokens import Tokens
 PIECE_BYTES = 3968  # with its ids it fills one page of SQLite
 NOTHING = b""  # the id of empty contents
 
-SCHEMA = """
-CREATE TABLE pieces (id BLOB PRIMARY KEY, parent BLOB NOT NULL, data BLOB NOT NULL);
-"""
+
+def select(db: sqlite3.Connection, query: str, values: Sequence[Any] = ()) -> list[Any]:
+    """All rows of a query. Closes the cursor also after a row that cannot be decoded, because an
+    open cursor keeps the file locked after the connection is closed."""
+    with closing(db.execute(query, values)) as cursor:
+        return cursor.fetchall()
 
 
 class Piece(NamedTuple):
@@ -49,8 +54,7 @@ def _id(parent: bytes, data: bytes) -> bytes:
 
 
 class Pieces:
-    """The table of pieces. Used within a transaction of the index; call `forget` after a failed
-    one.
+    """The table of pieces. Used within a transaction of the index, and not after a failed one.
 
     Uses are counted in memory only. A count next to the data would cost as much as writing the
     data.
@@ -87,15 +91,11 @@ class Pieces:
         uses = self._counted()
         while id_ != NOTHING and not uses[id_]:
             del uses[id_]
-            [parent] = self._db.execute("SELECT parent FROM pieces WHERE id = ?", (id_,)).fetchone()
+            [[parent]] = select(self._db, "SELECT parent FROM pieces WHERE id = ?", (id_,))
             self._db.execute("DELETE FROM pieces WHERE id = ?", (id_,))
             id_ = parent
             if id_ != NOTHING:
                 uses[id_] -= 1
-
-    def forget(self) -> None:
-        """Count again at the next use, because the table has changed."""
-        self._uses = None
 
     def _counted(self) -> Counter[bytes]:
         if self._uses is None:
@@ -108,10 +108,10 @@ class Pieces:
         """Count the uses of complete pieces. Others are removed, because contents that begin with
         them could not be stored otherwise."""
         parents = Contents(self._db).parents()
-        for (id_,) in self._db.execute("SELECT id FROM pieces").fetchall():
+        for (id_,) in select(self._db, "SELECT id FROM pieces"):
             if id_ not in parents:
                 self._db.execute("DELETE FROM pieces WHERE id = ?", (id_,))
-        ends = self._db.execute("SELECT packed, text, segments, replies, document FROM entries")
+        ends = select(self._db, "SELECT packed, text, segments, replies, document FROM entries")
         used = (*parents.values(), *(id_ for row in ends for id_ in row))
         uses = Counter(dict.fromkeys(parents, 0))
         uses.update(id_ for id_ in used if id_ in parents)
@@ -122,7 +122,7 @@ class Contents:
     """All pieces whose data match their ids, to be joined."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
-        found = map(Piece._make, db.execute("SELECT id, parent, data FROM pieces"))
+        found = map(Piece._make, select(db, "SELECT id, parent, data FROM pieces"))
         self._pieces = {each.id: each for each in found if _id(each.parent, each.data) == each.id}
 
     def of(self, id_: bytes) -> bytes | None:
@@ -150,35 +150,33 @@ class Contents:
 
 _BLOCK = ("key", "parent", "root", "packed", "size_bytes", "exact")
 _BLOCK_TYPES = (bytes, bytes, bytes, bytes, int, int)
-BLOCK_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE blocks (key BLOB PRIMARY KEY, parent BLOB NOT NULL, root BLOB NOT NULL,
-  packed BLOB NOT NULL, size_bytes INTEGER NOT NULL, exact INTEGER NOT NULL);
-"""
 SELECT_BLOCKS = f"SELECT {', '.join(_BLOCK)} FROM blocks ORDER BY rowid"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockRow:
+class BlockRow(NamedTuple):
+    """A block in the index. A tuple, because millions of them are read."""
+
     key: bytes
     parent: bytes
     namespace: bytes
     packed: bytes
     size_bytes: int  # of its file
-    exact: bool
-    resumable: bool = False
+    kind: int  # 1 if it is exact, plus 2 if it is resumable
 
     @classmethod
     def of(
         cls, key: bytes, source: Record | RecordHeader, tokens: Tokens, size_bytes: int
     ) -> BlockRow:
-        parent, namespace = source.parent, source.namespace
-        kind = source.exact, source.resumable
-        return cls(key, parent, namespace, tokens.packed, size_bytes, *kind)
+        kind = source.exact | source.resumable << 1
+        return cls(key, source.parent, source.namespace, tokens.packed, size_bytes, kind)
+
+    @classmethod
+    def parse(cls, row: tuple[Any, ...]) -> BlockRow:
+        """Check the types of a row. SQLite does not check those of a damaged page."""
+        return cls._make(_typed(row, _BLOCK_TYPES))
 
 
-@dataclass(frozen=True, slots=True)
-class EntryRow:
+class EntryRow(Struct, frozen=True):
     key: str
     namespace: bytes
     packed: bytes
@@ -196,27 +194,14 @@ class EntryRow:
     replies: bytes = b""  # encoded; empty if there are none
     document: bytes = b""  # stored by a client; empty if there is none
     kv_namespace: bytes | None = None  # of its state, if not the tenant's default
+    pictures: tuple[bytes, ...] = ()  # the digests of its images
 
 
-@dataclass(frozen=True, slots=True)
-class PutBlock:
-    row: BlockRow
-
-
-@dataclass(frozen=True, slots=True)
-class DropBlock:
+class DropBlock(Struct, frozen=True):
     key: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class PutEntry:
-    """Replaces an entry and its names. A name of another entry moves to this one."""
-
-    row: EntryRow
-
-
-@dataclass(frozen=True, slots=True)
-class TouchEntry:
+class TouchEntry(Struct, frozen=True):
     """Records a use of an entry. Ignored if the entry is gone."""
 
     key: str
@@ -225,47 +210,12 @@ class TouchEntry:
     hits: int
 
 
-@dataclass(frozen=True, slots=True)
-class DropEntry:
+class DropEntry(Struct, frozen=True):
     key: str
 
 
-@dataclass(frozen=True, slots=True)
-class DropName:
-    namespace: bytes
-    kind: str
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class SetMeta:
-    key: str
-    value: str
-
-
-Change = PutBlock | DropBlock | PutEntry | TouchEntry | DropEntry | DropName | SetMeta
-
-
-def put_block(block: BlockRow) -> tuple[Any, ...]:
-    """The values of `PUT_BLOCK`."""
-    kind = block.exact | block.resumable << 1
-    return (block.key, block.parent, block.namespace, block.packed, block.size_bytes, kind)
-
-
-#: Key, parent, namespace, packed tokens, size in bytes, kind. Fast to read by the million.
-RawBlock = tuple[bytes, bytes, bytes, bytes, int, int]
-
-
-def parse_raw(row: tuple[Any, ...]) -> RawBlock:
-    """Check the types of a row. SQLite does not check those of a damaged page."""
-    if tuple(map(type, row)) != _BLOCK_TYPES:
-        raise ValueError("a column is of another type")
-    return row
-
-
-def parse_block(raw: RawBlock) -> BlockRow:
-    key, parent, namespace, packed, size_bytes, kind = raw
-    return BlockRow(key, parent, namespace, packed, size_bytes, bool(kind & 1), bool(kind & 2))
+#: A row replaces the one with its key. An entry takes its names from other entries.
+Change = BlockRow | DropBlock | EntryRow | TouchEntry | DropEntry
 
 
 def upsert(table: str, columns: Sequence[str]) -> str:
@@ -287,26 +237,20 @@ def _typed(row: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
     return row
 
 
-def text_bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def parse_text(raw: bytes) -> str:
-    return raw.decode("utf-8", "surrogatepass")
-
-
 # Text of clients is stored as bytes because SQLite's text refuses lone surrogates.
-ENTRY_SCHEMA = """
+SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE blocks (key BLOB PRIMARY KEY, parent BLOB NOT NULL, root BLOB NOT NULL,
+  packed BLOB NOT NULL, size_bytes INTEGER NOT NULL, exact INTEGER NOT NULL);
 CREATE TABLE entries (key TEXT PRIMARY KEY, root BLOB NOT NULL, packed BLOB NOT NULL,
   text BLOB NOT NULL, segments BLOB NOT NULL, replies BLOB NOT NULL, text_tokens INTEGER,
   created_at REAL NOT NULL, last_used_at REAL NOT NULL, ttl_s REAL, expires_at REAL,
   pinned INTEGER NOT NULL, hits INTEGER NOT NULL, keyed INTEGER NOT NULL, digest BLOB NOT NULL,
   kv_root BLOB, document BLOB NOT NULL DEFAULT x'');
-"""
-NAMES_SCHEMA = """
 CREATE TABLE names (root BLOB NOT NULL, kind TEXT NOT NULL, name BLOB NOT NULL, entry TEXT NOT NULL,
   PRIMARY KEY (root, kind, name));
 CREATE INDEX names_by_entry ON names (entry);
+CREATE TABLE pieces (id BLOB PRIMARY KEY, parent BLOB NOT NULL, data BLOB NOT NULL);
 """
 # Columns that hold the id of their last piece.
 _IN_PIECES = ("packed", "text", "segments", "replies", "document")
@@ -314,6 +258,8 @@ _COLUMNS = (
     *("key", "root", *_IN_PIECES, "text_tokens", "created_at", "last_used_at", "ttl_s"),
     *("expires_at", "pinned", "hits", "keyed", "digest", "kv_root"),
 )
+_CREATE_PICTURES = """CREATE TABLE IF NOT EXISTS pictures (entry TEXT NOT NULL,
+  digest BLOB NOT NULL, PRIMARY KEY (entry, digest))"""
 _MAYBE = (float, NoneType)
 _TYPES = (
     *(str, bytes, *(bytes for _ in _IN_PIECES), (int, NoneType), float, float, _MAYBE),
@@ -328,50 +274,85 @@ Ids = Mapping[str, bytes]  # of an entry's bytes, by their column
 
 
 class EntryTable:
-    """Used within a transaction of the index. Call `forget` after a failed one."""
+    """Used within a transaction of the index, and not after a failed one."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._pieces = Pieces(db)
+        self._pictures = PictureTable(db)
 
     def put(self, entry: EntryRow) -> None:
         """Replace an entry and its names. Pieces that both versions share are kept."""
         ids = {column: self._pieces.put(raw) for column, raw in _contents(entry).items()}
-        before = self._db.execute(_PIECES_OF, (entry.key,)).fetchone()
+        before = select(self._db, _PIECES_OF, (entry.key,))
         self._db.execute(_PUT, _values(entry, ids))
-        self._drop_pieces(before or ())
+        self._drop_pieces(before)
+        self._pictures.put(entry.key, entry.pictures)
         self._db.execute("DELETE FROM names WHERE entry = ?", (entry.key,))
         for kind, name in entry.names:
-            values = (entry.namespace, kind, text_bytes(name), entry.key)
+            values = (entry.namespace, kind, name.encode("utf-8", "surrogatepass"), entry.key)
             self._db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?)", values)
 
     def touch(self, use: TouchEntry) -> None:
         self._db.execute(_TOUCH, (use.last_used_at, use.expires_at, use.hits, use.key))
 
     def drop(self, key: str) -> None:
-        before = self._db.execute(_PIECES_OF, (key,)).fetchone()
+        before = select(self._db, _PIECES_OF, (key,))
         self._db.execute("DELETE FROM names WHERE entry = ?", (key,))
         self._db.execute("DELETE FROM entries WHERE key = ?", (key,))
-        self._drop_pieces(before or ())
+        self._pictures.put(key, ())
+        self._drop_pieces(before)
 
-    def _drop_pieces(self, ids: Sequence[bytes]) -> None:
-        for id_ in ids:
+    def _drop_pieces(self, rows: list[Sequence[bytes]]) -> None:
+        for id_ in (id_ for row in rows for id_ in row):
             self._pieces.drop(id_)
-
-    def forget(self) -> None:
-        """Count the pieces again, because the tables were rolled back."""
-        self._pieces.forget()
 
     def read(self) -> list[EntryRow]:
         """All intact entries with their names. Raises ValueError if a row cannot be parsed."""
         names: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for key, kind, name in self._db.execute(
-            "SELECT entry, kind, name FROM names ORDER BY rowid"
+        for key, kind, name in select(
+            self._db, "SELECT entry, kind, name FROM names ORDER BY rowid"
         ):
-            names[key].append((kind, parse_text(name)))
+            names[key].append((kind, name.decode("utf-8", "surrogatepass")))
         contents = Contents(self._db)
-        found = (_parse(row, contents, names) for row in self._db.execute(_SELECT).fetchall())
-        return [entry for entry in found if entry is not None]
+        found = (_parse(row, contents, names) for row in select(self._db, _SELECT))
+        pictures = self._pictures.read()
+        return [
+            replace(entry, pictures=pictures[entry.key]) if entry.key in pictures else entry
+            for entry in found
+            if entry is not None
+        ]
+
+
+class PictureTable:
+    """The digests of the images in entries. It is created with the first image, because the indexes
+    of earlier versions do not have it."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    @property
+    def _exists(self) -> bool:
+        return bool(select(self._db, "SELECT 1 FROM sqlite_master WHERE name = 'pictures'"))
+
+    def put(self, entry: str, digests: Sequence[bytes]) -> None:
+        """Replace the digests of an entry."""
+        if digests:
+            self._db.execute(_CREATE_PICTURES)
+        if digests or self._exists:
+            self._db.execute("DELETE FROM pictures WHERE entry = ?", (entry,))
+        for digest in digests:
+            self._db.execute("INSERT INTO pictures VALUES (?, ?)", (entry, digest))
+
+    def read(self) -> dict[str, tuple[bytes, ...]]:
+        """All digests by entry."""
+        if not self._exists:
+            return {}
+        found: dict[str, tuple[bytes, ...]] = {}
+        for row in select(self._db, "SELECT entry, digest FROM pictures ORDER BY rowid"):
+            entry, digest = _typed(row, (str, bytes))
+            found[entry] = (*found.get(entry, ()), digest)
+        return found
 
 
 def _contents(entry: EntryRow) -> dict[str, bytes]:

@@ -29,7 +29,7 @@ from blake3 import blake3
 
 from rekindle.errors import FolderLocked, IndexDamaged
 from rekindle.kvcache.disk.block_files import BlockFiles
-from rekindle.kvcache.disk.entry_table import EntryRow, RawBlock
+from rekindle.kvcache.disk.entry_table import BlockRow, EntryRow
 from rekindle.kvcache.disk.files import Files, make_folder, sync_path
 from rekindle.kvcache.disk.index_db import BACKUP, IndexDb, beside
 from rekindle.kvcache.disk.policy_state import PolicyState, read_policy_state
@@ -58,13 +58,13 @@ class Folder:
     _resources: ExitStack = field(repr=False)
     _listed: OpenIndex | None = field(repr=False)
 
-    def take_listed(self) -> tuple[list[RawBlock], list[EntryRow]]:
+    def take_listed(self) -> tuple[list[BlockRow], list[EntryRow]]:
         """The blocks, parents first, and the entries. The first call returns the rows that were
         read when the index was opened, so that they do not stay in memory."""
         listed, self._listed = self._listed, None
         if listed is not None:
             return listed.blocks, listed.entries
-        return self.index_db.raw_blocks(), self.index_db.entries()
+        return self.index_db.blocks(), self.index_db.entries()
 
     def close(self) -> None:
         self._resources.close()

@@ -10,7 +10,7 @@ import logging
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -81,6 +81,7 @@ class PictureFiles:
         self._sizes: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()  # for sizes and queue
         self._queued_bytes = 0
+        self._found: set[bytes] = set()  # files of earlier processes
         self._is_listed = False
         self._worker = ThreadPoolExecutor(1, "picture-files")
         self._worker.submit(self._guarded, self._list)
@@ -106,6 +107,15 @@ class PictureFiles:
         if has_room:
             self._worker.submit(self._guarded, self._write, key, picture)
 
+    def remove(self, key: bytes) -> None:
+        """Remove an image after the queued writes."""
+        self._worker.submit(self._guarded, self._remove_known, key)
+
+    def retain(self, keys: Iterable[bytes]) -> None:
+        """Remove all files of earlier processes except these. The keys are read on the thread of
+        the files."""
+        self._worker.submit(self._guarded, self._retain, keys)
+
     def close(self) -> None:
         """Finish queued writes. A disk that hangs is not waited for longer than 10 seconds."""
         last = self._worker.submit(self._files.close)
@@ -125,6 +135,7 @@ class PictureFiles:
             for name, size in self._files.oldest_first():
                 if _NAME.fullmatch(name):
                     self._count(bytes.fromhex(name), size)
+            self._found = set(self._sizes)
             self._make_room(0)
         finally:
             self._is_listed = True
@@ -133,6 +144,14 @@ class PictureFiles:
         """Remove the least recently used files until another one of this size fits."""
         while self._sizes and self._used_bytes + size > self._limit_bytes:
             self._remove(next(iter(self._sizes)))
+
+    def _retain(self, keys: Iterable[bytes]) -> None:
+        for key in self._found.difference(keys):
+            self._remove_known(key)
+
+    def _remove_known(self, key: bytes) -> None:
+        if key in self._sizes:
+            self._remove(key)
 
     def _remove(self, key: bytes) -> None:
         """Remove a file. If that fails, the file still counts."""
@@ -163,6 +182,7 @@ class PictureFiles:
         self._count(key, size)  # before the write, so that the budget holds at any time
         try:
             self._files.write(key.hex(), parts)
+            self._found.discard(key)
         except BaseException:
             self._remove(key)
             raise

@@ -11,34 +11,26 @@ from pathlib import Path
 
 from rekindle.errors import IndexDamaged, IndexOutdated
 from rekindle.kvcache.disk import entry_table
-from rekindle.kvcache.disk import entry_table as pieces
 from rekindle.kvcache.disk.entry_table import (
     BlockRow,
     Change,
     DropBlock,
     DropEntry,
-    DropName,
     EntryRow,
     EntryTable,
-    PutBlock,
-    PutEntry,
-    RawBlock,
-    SetMeta,
     TouchEntry,
+    select,
 )
 from rekindle.kvcache.disk.files import sync_path
 
 SCHEMA_VERSION = "5"
 OLDER_VERSIONS = ("1", "2", "3", "4")
 _SCHEMA = f"""
-BEGIN IMMEDIATE; {entry_table.BLOCK_SCHEMA} {entry_table.ENTRY_SCHEMA}
-{entry_table.NAMES_SCHEMA} {pieces.SCHEMA}
+BEGIN IMMEDIATE; {entry_table.SCHEMA}
 INSERT INTO meta VALUES ('schema', '{SCHEMA_VERSION}');
 COMMIT;
 """
-_DANGLING = (
-    "SELECT root, kind, name FROM names WHERE entry NOT IN (SELECT key FROM entries) ORDER BY rowid"
-)
+_DANGLING = "FROM names WHERE entry NOT IN (SELECT key FROM entries)"
 _CLOSED = "closed"  # key in `meta`: whether the last user has closed the index
 SIDECARS = ("-wal", "-shm", "-journal")
 BACKUP = ".bak"
@@ -51,7 +43,7 @@ _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 _PRAGMAS = """
 PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = FULL;
 PRAGMA fullfsync = ON; PRAGMA wal_autocheckpoint = 64; PRAGMA journal_size_limit = 524288;
-PRAGMA trusted_schema = OFF; PRAGMA cell_size_check = ON;
+PRAGMA trusted_schema = OFF; PRAGMA cell_size_check = ON; PRAGMA secure_delete = ON;
 """
 
 
@@ -85,7 +77,7 @@ class IndexDb:
             return
         if problems := self._problems("quick_check"):
             raise IndexDamaged(problems[0])
-        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+        if not select(self._db, "SELECT 1 FROM sqlite_master WHERE name = 'meta'"):
             raise IndexDamaged("it has no tables")
         version = self.meta("schema")
         if version != SCHEMA_VERSION:
@@ -97,7 +89,7 @@ class IndexDb:
         because the last user closed the index with every change in it."""
         was_closed = self.meta(_CLOSED) == "yes"
         with suppress(sqlite3.Error):  # without writes, rows and files keep agreeing
-            self.commit([SetMeta(_CLOSED, "no")])
+            self.set_meta(_CLOSED, "no")
             self._is_in_use = True
         return was_closed
 
@@ -105,39 +97,38 @@ class IndexDb:
         """Move the log into the file and close it."""
         with suppress(sqlite3.Error):  # the next opening reads the log
             if self._is_in_use and not self._has_failed:
-                self.commit([SetMeta(_CLOSED, "yes")])
+                self.set_meta(_CLOSED, "yes")
             self._checkpoint()
         self._db.close()
 
     def _checkpoint(self) -> None:
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        select(self._db, "PRAGMA wal_checkpoint(TRUNCATE)")
 
     def meta(self, key: str) -> str | None:
-        found = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if found is None else str(found[0])
+        found = select(self._db, "SELECT value FROM meta WHERE key = ?", (key,))
+        return str(found[0][0]) if found else None
+
+    def set_meta(self, key: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def blocks(self) -> list[BlockRow]:
         """All blocks in the order in which they were first added."""
-        return [entry_table.parse_block(raw) for raw in self.raw_blocks()]
-
-    def raw_blocks(self) -> list[RawBlock]:
-        """The same as tuples, which is fast for millions of rows."""
-        with _raising_damage():
-            return list(map(entry_table.parse_raw, self._db.execute(entry_table.SELECT_BLOCKS)))
+        # Parse row by row, because there may be millions.
+        with _raising_damage(), closing(self._db.execute(entry_table.SELECT_BLOCKS)) as cursor:
+            return list(map(BlockRow.parse, cursor))
 
     def entries(self) -> list[EntryRow]:
         """All entries with their names."""
         with _raising_damage():
             return self._entries.read()
 
-    def dangling_names(self) -> list[DropName]:
-        """The changes that drop the names whose entries are missing."""
+    def dangling_names(self) -> int:
+        """The number of names whose entries are missing."""
         with _raising_damage():
-            found = self._db.execute(_DANGLING)
-            return [
-                DropName(namespace, kind, entry_table.parse_text(name))
-                for namespace, kind, name in found
-            ]
+            return int(select(self._db, f"SELECT count(*) {_DANGLING}")[0][0])
+
+    def drop_dangling_names(self) -> None:
+        self._db.execute(f"DELETE {_DANGLING}")
 
     def problems(self) -> list[str]:
         """The findings of SQLite's full integrity check."""
@@ -145,7 +136,7 @@ class IndexDb:
             return self._problems("integrity_check")
 
     def _problems(self, check: str) -> list[str]:
-        lines = self._db.execute(f"PRAGMA {check}(10)")
+        lines = select(self._db, f"PRAGMA {check}(10)")
         found = [" ".join(str(row[0]).split()) for row in lines]
         return [] if found == ["ok"] else found
 
@@ -158,7 +149,7 @@ class IndexDb:
             self._db.execute("COMMIT")
         except BaseException:
             self._has_failed = True
-            self._entries.forget()
+            self._entries = EntryTable(self._db)  # its counts are wrong after a rollback
             if self._db.in_transaction:  # after some errors SQLite has rolled back already
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
@@ -166,21 +157,16 @@ class IndexDb:
 
     def _apply(self, change: Change) -> None:
         match change:
-            case PutBlock(block):
-                self._db.execute(entry_table.PUT_BLOCK, entry_table.put_block(block))
+            case BlockRow():
+                self._db.execute(entry_table.PUT_BLOCK, change)
             case DropBlock(block_key):
                 self._db.execute("DELETE FROM blocks WHERE key = ?", (block_key,))
-            case PutEntry(entry):
-                self._entries.put(entry)
+            case EntryRow():
+                self._entries.put(change)
             case TouchEntry():
                 self._entries.touch(change)
             case DropEntry(key):
                 self._entries.drop(key)
-            case DropName(namespace, kind, name):
-                drop = "DELETE FROM names WHERE root = ? AND kind = ? AND name = ?"
-                self._db.execute(drop, (namespace, kind, entry_table.text_bytes(name)))
-            case SetMeta(key, value):
-                self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def backup(self) -> None:
         """Publish a whole copy next to the index, unless nothing has changed since the last one."""

@@ -10,7 +10,7 @@ from itertools import islice
 from rekindle.errors import FolderLocked, RekindleError
 from rekindle.kvcache.block import BlockKind
 from rekindle.kvcache.codec import record_bytes
-from rekindle.kvcache.disk.entry_table import EntryRow, RawBlock
+from rekindle.kvcache.disk.entry_table import BlockRow, EntryRow
 from rekindle.kvcache.disk.folder import Folder
 from rekindle.kvcache.tiers.base import (
     BlocksFound,
@@ -68,7 +68,7 @@ class Opening:
                 self._list(blocks)
                 return
 
-    def _list(self, rows: list[RawBlock]) -> None:
+    def _list(self, rows: list[BlockRow]) -> None:
         found = stored_blocks(rows)
         while blocks := tuple(islice(found, CHUNK_BLOCKS)):
             self._room.acquire()
@@ -78,7 +78,7 @@ class Opening:
         self._on_event(BlocksFound(self._tier, (), is_all=True))
 
 
-def stored_blocks(rows: Iterable[RawBlock]) -> Iterator[StoredBlock]:
+def stored_blocks(rows: Iterable[BlockRow]) -> Iterator[StoredBlock]:
     """The blocks of an index, parents first."""
     kinds: dict[tuple[int, int], BlockKind] = {}  # shared, because there are few
     for key, parent, namespace, packed, size_bytes, bits in rows:

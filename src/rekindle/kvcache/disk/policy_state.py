@@ -21,7 +21,6 @@ log = logging.getLogger("rekindle.cache")
 
 FILE = "learnt"
 _VERSION = b"rekindle learnt 3\n"
-_VERSION_2 = b"rekindle learnt 2\n"
 
 PolicyState = Mapping[str, object]  # by the tier's name
 
@@ -48,22 +47,11 @@ def read_policy_state(folder: Path) -> PolicyState:
 def _parse(content: bytes, size_bytes: int) -> PolicyState:
     start = len(_VERSION) + blake3().digest_size
     payload = content[start:]
-    version = content[: len(_VERSION)]
-    if len(content) != size_bytes or version not in (_VERSION, _VERSION_2):
+    if len(content) != size_bytes or not content.startswith(_VERSION):
         raise ValueError("it has another version")
     if blake3(payload).digest() != content[len(_VERSION) : start]:
         raise ValueError("it is damaged")
     found = json.loads(payload)
     if not isinstance(found, dict):
         raise ValueError("it has no tiers")
-    return found if version == _VERSION else _from_version_2(found)
-
-
-def _from_version_2(tiers: PolicyState) -> PolicyState:
-    """Version 2 also stored which of two policies each tier followed."""
-    counts: dict[str, object] = {}
-    for name, tier in tiers.items():
-        if not isinstance(tier, dict) or "counts" not in tier:
-            raise ValueError("it has no counts")
-        counts[name] = tier["counts"]
-    return counts
+    return found

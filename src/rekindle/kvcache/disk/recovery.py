@@ -17,9 +17,6 @@ from rekindle.kvcache.disk.entry_table import (
     Change,
     DropBlock,
     EntryRow,
-    PutBlock,
-    RawBlock,
-    parse_block,
 )
 from rekindle.kvcache.disk.index_db import BACKUP, SIDECARS, IndexDb, beside, publish
 
@@ -53,20 +50,20 @@ class Census:
 def compare(rows: Iterable[BlockRow], found: Mapping[bytes, BlockRow]) -> Census:
     """Compare the rows with the blocks that were found in files. Changes nothing."""
     known = {row.key: row for row in rows}
-    reached = {row.key: row for row in _reachable(found)}
+    reached = {row.key: row for row in reachable(found)}
     adopted = tuple(row for key, row in reached.items() if not _agree(known.get(key), row))
     lost = tuple(key for key in known if key not in reached)
-    changes: tuple[Change, ...] = (*map(DropBlock, lost), *map(PutBlock, adopted))
+    changes: tuple[Change, ...] = (*map(DropBlock, lost), *adopted)
     kept = [reached[key] for key in known if key in reached]
     if not _is_in_order([*kept, *(row for row in adopted if row.key not in known)]):
-        changes = (*map(DropBlock, known), *map(PutBlock, reached.values()))
+        changes = (*map(DropBlock, known), *reached.values())
     unreachable = tuple(key for key in found if key not in reached)
     return Census(adopted, lost, unreachable, changes)
 
 
 def _agree(known: BlockRow | None, found: BlockRow) -> bool:
     """A block that was replaced by an exact one just before a crash is better than its row."""
-    return known is not None and (known == found or replace(known, exact=True) == found)
+    return known is not None and (known == found or known._replace(kind=known.kind | 1) == found)
 
 
 def _is_in_order(rows: Iterable[BlockRow]) -> bool:
@@ -79,7 +76,7 @@ def _is_in_order(rows: Iterable[BlockRow]) -> bool:
     return True
 
 
-def _reachable(found: Mapping[bytes, BlockRow]) -> list[BlockRow]:
+def reachable(found: Mapping[bytes, BlockRow]) -> list[BlockRow]:
     """The blocks whose chain leads to their namespace, parents first."""
     children: dict[bytes, list[BlockRow]] = defaultdict(list)
     for row in found.values():
@@ -95,7 +92,7 @@ class OpenIndex:
     """An index and its rows, which are read only once because there may be millions."""
 
     index_db: IndexDb
-    blocks: list[RawBlock]
+    blocks: list[BlockRow]
     entries: list[EntryRow]
     is_new: bool = False  # it replaces an index that was damaged or missing
     is_restored: bool = False  # from the backup
@@ -128,11 +125,10 @@ def reconcile(block_files: BlockFiles, opened: OpenIndex) -> Recovery:
     if _agree_wholly(opened.blocks, keys, sizes):
         return Recovery(quarantined=impostors)
     sizes = block_files.sizes() if sizes is None else sizes
-    rows = [parse_block(raw) for raw in opened.blocks]
-    found, bad = _inspect(block_files, {row.key: row for row in rows}, sizes)
-    census = compare(rows, found)
+    found, bad = _inspect(block_files, {row.key: row for row in opened.blocks}, sizes)
+    census = compare(opened.blocks, found)
     repair_index(block_files, opened.index_db, census, bad)
-    opened.blocks = opened.index_db.raw_blocks()
+    opened.blocks = opened.index_db.blocks()
     return Recovery(
         adopted=len(census.adopted),
         lost=len(census.lost),
@@ -142,7 +138,7 @@ def reconcile(block_files: BlockFiles, opened: OpenIndex) -> Recovery:
 
 
 def _agree_wholly(
-    rows: Sequence[RawBlock], keys: Set[bytes], sizes: Mapping[bytes, int] | None
+    rows: Sequence[BlockRow], keys: Set[bytes], sizes: Mapping[bytes, int] | None
 ) -> bool:
     """Whether nothing needs repair, which is the usual case. Checks millions in seconds."""
     if len(rows) != len(keys):
@@ -218,7 +214,7 @@ def open_readable(index: Path) -> OpenIndex:
     """Open an index and read every row of it."""
     index_db = IndexDb(index)
     try:
-        return OpenIndex(index_db, index_db.raw_blocks(), index_db.entries())
+        return OpenIndex(index_db, index_db.blocks(), index_db.entries())
     except BaseException:
         index_db.close()
         raise

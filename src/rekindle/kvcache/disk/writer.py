@@ -6,18 +6,18 @@ import errno
 import sqlite3
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from rekindle.kvcache.disk.entry_table import (
     BlockRow,
     Change,
     DropBlock,
-    DropEntry,
-    PutBlock,
-    PutEntry,
+    EntryRow,
     TouchEntry,
 )
 from rekindle.kvcache.disk.folder import Folder
@@ -25,6 +25,7 @@ from rekindle.kvcache.disk.policy_state import PolicyState, write_policy_state
 from rekindle.kvcache.tiers.base import Flushed, OnEvent, TierState, Write, WriteFailed, Written
 
 CHANGE_BYTES = 256  # memory of a change, without the contents of an entry
+MAX_GIVEN_UP = 10_000  # rows whose loss is remembered for those who wait for them
 LULL_S = 0.2  # idle time before writing begins, because the next turn often follows quickly
 PATIENCE_S = 0.5  # writing is delayed at most this long while turns are computed
 
@@ -33,41 +34,53 @@ class PendingChanges:
     """The latest change of each row that waits for a commit, within a memory limit.
 
     Beyond the limit the oldest additions are given up first. A lost addition is computed again, but
-    a lost removal would bring deleted state back.
+    a lost removal would bring deleted state back. Whoever waits for a lost change can ask for it.
     """
 
     def __init__(self, max_bytes: int = 64 << 20) -> None:
+        self.losses = 0  # changes that were given up
+        self._given_up: OrderedDict[bytes | str, None] = OrderedDict()
         self.size_bytes = 0
         self._max_bytes = max_bytes
-        self._puts: dict[object, Change] = {}
-        self._drops: dict[object, Change] = {}
+        self._puts: dict[bytes | str, Change] = {}
+        self._drops: dict[bytes | str, Change] = {}
 
     def __len__(self) -> int:
         return len(self._puts) + len(self._drops)
 
     def add(self, change: Change) -> None:
         """Add a change, replacing an earlier one of the same row."""
-        row = _row_of(change)
-        is_put = isinstance(change, PutEntry | PutBlock | TouchEntry)
+        row = change.key
+        is_put = isinstance(change, EntryRow | BlockRow | TouchEntry)
         earlier = self._puts.get(row)
-        if isinstance(change, TouchEntry) and isinstance(earlier, PutEntry):
+        if isinstance(change, TouchEntry) and isinstance(earlier, EntryRow):
             # Keep its position. After a later entry it would take names back from that one.
-            self._puts[row] = PutEntry(
-                replace(
-                    earlier.row,
-                    last_used_at=change.last_used_at,
-                    expires_at=change.expires_at,
-                    hits=change.hits,
-                )
+            self._puts[row] = replace(
+                earlier,
+                last_used_at=change.last_used_at,
+                expires_at=change.expires_at,
+                hits=change.hits,
             )
             return
         self._remove(self._puts, row)
         self._remove(self._drops, row)
         (self._puts if is_put else self._drops)[row] = change
+        self._given_up.pop(row, None)
         self.size_bytes += _size_bytes(change)
         while self.size_bytes > self._max_bytes:
-            oldest = self._puts or self._drops
-            self._remove(oldest, next(iter(oldest)))
+            self._give_up(self._puts or self._drops)
+
+    def _give_up(self, waiting: dict[bytes | str, Change]) -> None:
+        row = next(iter(waiting))
+        self._remove(waiting, row)
+        self.losses += 1
+        self._given_up[row] = None
+        if len(self._given_up) > MAX_GIVEN_UP:
+            self._given_up.popitem(last=False)
+
+    def has_given_up(self, row: bytes | str) -> bool:
+        """Whether the latest change of a row was given up."""
+        return row in self._given_up
 
     def listed(self) -> list[Change]:
         """Additions before removals, so that an entry is there before the one it replaces is
@@ -77,57 +90,41 @@ class PendingChanges:
     def done(self, changes: Sequence[Change]) -> None:
         """Forget committed changes. Later changes of the same rows keep waiting."""
         for change in changes:
-            row = _row_of(change)
+            row = change.key
             for waiting in (self._puts, self._drops):
                 if waiting.get(row) is change:
                     self._remove(waiting, row)
 
-    def _remove(self, waiting: dict[object, Change], row: object) -> None:
+    def _remove(self, waiting: dict[bytes | str, Change], row: bytes | str) -> None:
         if change := waiting.pop(row, None):
             self.size_bytes -= _size_bytes(change)
 
 
-def _row_of(change: Change) -> object:
-    """Identifies the row that a change is about."""
-    match change:
-        case PutEntry(entry):
-            return entry.key
-        case TouchEntry(key=key) | DropEntry(key):
-            return key
-        case PutBlock(block):
-            return block.key
-        case DropBlock(key):
-            return key
-    return change
-
-
 def _size_bytes(change: Change) -> int:
-    if not isinstance(change, PutEntry):
+    if not isinstance(change, EntryRow):
         return CHANGE_BYTES
-    row = change.row
-    names = (*row.segments, *row.names)
+    names = (*change.segments, *change.names)
     text_bytes = sum(len(kind) + len(name) for kind, name in names)
-    contents = (row.packed, row.text, row.replies, row.document)
+    contents = (change.packed, change.text, change.replies, change.document)
     return CHANGE_BYTES + sum(map(len, contents)) + text_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Remove:
+class Remove(Struct, frozen=True):
     key: bytes
     quarantine: bool
 
 
-@dataclass(frozen=True, slots=True)
-class BackUp:
+class BackUp(Struct, frozen=True):
     """Back up the index, and save what eviction has learned for the next process."""
 
     state: PolicyState
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Commit the index now, without waiting for queued state."""
+class Commit(Struct, frozen=True):
+    """Commit the index now, without waiting for queued state, and report whether it has the latest
+    change of a row."""
 
+    row: str
     then: Callable[[bool], None]
 
 
@@ -147,6 +144,7 @@ class Writer:
         self._is_due = False  # there are changes that no commit has included yet
         self._unremoved: dict[bytes, Remove] = {}  # removals that failed
         self._has_failed = False  # a removal or a change has failed since the last flush
+        self._losses = 0  # of changes, up to the last flush
         self._wake = threading.Condition()
         self._closing = False
         self._urgent = 0  # flushes that somebody waits for
@@ -253,19 +251,26 @@ class Writer:
             self._on_event(Written(self._tier, batch.asked))
         for order in batch.orders:
             if isinstance(order, Flushed):
-                self._on_event(Flushed(order.then, is_safe=not self._has_failed))
+                losses, self._losses = self._losses, self._changes.losses
+                is_safe = not self._has_failed and losses == self._losses
+                self._on_event(Flushed(order.then, is_safe=is_safe))
                 self._has_failed = False
             elif isinstance(order, Commit):
-                self._on_event(Flushed(order.then, is_safe=commit_error is None))
+                is_safe = not (commit_error or self._has_given_up(order.row))
+                self._on_event(Flushed(order.then, is_safe=is_safe))
             elif isinstance(order, BackUp):
                 self._back_up()
                 with suppress(OSError):  # the next process learns again
                     write_policy_state(self._folder.path, order.state)
 
+    def _has_given_up(self, row: str) -> bool:
+        with self._wake:
+            return self._changes.has_given_up(row)
+
     def _commit(self, batch: _Batch, writes: list[Write]) -> None:
         drops = [DropBlock(key) for key in (*batch.unremoved, *batch.removals)]
         puts = [
-            PutBlock(BlockRow.of(each.key, each.record, each.record.tokens, each.size_bytes))
+            BlockRow.of(each.key, each.record, each.record.tokens, each.size_bytes)
             for each in writes
         ]
         self._folder.index_db.commit([*batch.changes, *drops, *puts])
@@ -291,8 +296,6 @@ class Writer:
 
 class _Batch:
     """The last order of each key, pending changes, and removals that failed before."""
-
-    __slots__ = ("asked", "changes", "orders", "removals", "unremoved", "writes")
 
     def __init__(
         self, orders: list[Order], changes: list[Change], unremoved: dict[bytes, Remove]

@@ -9,7 +9,8 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
-from rekindle.kvcache.disk.entry_table import Change, DropEntry, EntryRow, PutEntry, TouchEntry
+from rekindle.kvcache.block import Block, PrefixHandle, chain_tokens
+from rekindle.kvcache.disk.entry_table import Change, DropEntry, EntryRow, TouchEntry
 from rekindle.kvcache.entries.entry import (
     Clock,
     Draft,
@@ -19,42 +20,9 @@ from rekindle.kvcache.entries.entry import (
     encode_replies,
 )
 from rekindle.kvcache.entries.index import EntryIndex
+from rekindle.kvcache.entries.retention import EntryBudget, EntryLimits, PinnedBlocks, Retention
 from rekindle.kvcache.store import Store
 from rekindle.tokens import Tokens
-
-
-class EntryBudget:
-    """The memory limit of all entries: tokens, text, replies and documents. State is not
-    included."""
-
-    def __init__(self, index: EntryIndex, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self._index = index
-
-    def could_fit(self, cost_bytes: int) -> bool:
-        """Whether the cost would fit without any other entry."""
-        return cost_bytes <= self.limit_bytes
-
-    @property
-    def has_room(self) -> bool:
-        """Whether forgetting unpinned entries could make room for one more."""
-        pinned = sum(entry.cost_bytes for entry in self._index.of(None) if entry.pinned)
-        return pinned < self.limit_bytes
-
-    def enforce(self, forget: Callable[[Entry], None]) -> None:
-        """Forget entries until the rest fits. The largest tenant gives way first: its unnamed
-        entries, oldest first, then the others."""
-        index, limit_bytes = self._index, self.limit_bytes
-        if index.used_bytes <= limit_bytes:
-            return
-        share = limit_bytes // len(index.held_bytes)
-        for namespace, _ in index.held_bytes.most_common():
-            unpinned = [entry for entry in index.of(namespace) if not entry.pinned]
-            unpinned.sort(key=lambda entry: not entry.is_free)  # stable, so the oldest stay first
-            for entry in unpinned:
-                if index.used_bytes <= limit_bytes or index.held_bytes[namespace] <= share:
-                    break
-                forget(entry)
 
 
 def _to_row(entry: Entry, clock: Clock) -> EntryRow:
@@ -69,29 +37,39 @@ def _to_row(entry: Entry, clock: Clock) -> EntryRow:
         last_used_at=entry.last_used_at,
         ttl_s=entry.ttl_s,
         expires_at=entry.expires_at(clock),
-        pinned=entry.is_pinned_for_good,
+        pinned=entry.has_own_pin,
         hits=entry.hits,
         keyed=entry.keyed,
         names=tuple(entry.names),
         text_tokens=None if entry.text_tokens == len(entry.tokens) else entry.text_tokens,
         replies=encode_replies(entry.replies),
         document=entry.document,
+        pictures=entry.pictures,
     )
 
 
 def from_row(row: EntryRow, clock: Clock) -> Entry:
     """The entry without its names and replies."""
-    namespace, tokens = row.kv_namespace or row.namespace, Tokens(row.packed)
-    entry = Entry(row.key, namespace, tokens, row.text, clock, tenant=row.namespace)
-    entry.segments = row.segments
-    entry.document = row.document
-    entry.created_at, entry.last_used_at = row.created_at, row.last_used_at
-    entry.hits, entry.keyed, entry.pinned = row.hits, row.keyed, row.pinned
-    entry.ttl_s = row.ttl_s
-    entry.used_s -= _age_s(row, clock)
-    if row.text_tokens is not None:
-        entry.text_tokens = row.text_tokens
-    return entry
+    tokens = Tokens(row.packed)
+    return Entry(
+        row.kv_namespace or row.namespace,
+        tokens,
+        tenant=row.namespace,
+        key=row.key,
+        text=row.text,
+        text_tokens=len(tokens) if row.text_tokens is None else row.text_tokens,
+        segments=row.segments,
+        document=row.document,
+        pictures=row.pictures,
+        created_at=row.created_at,
+        last_used_at=row.last_used_at,
+        used_s=clock.steady_s() - _age_s(row, clock),
+        hits=row.hits,
+        keyed=row.keyed,
+        pinned=row.pinned,
+        pin_expires=row.pinned and row.expires_at is not None,
+        ttl_s=row.ttl_s,
+    )
 
 
 def _age_s(row: EntryRow, clock: Clock) -> float:
@@ -113,18 +91,23 @@ class Entries:
         store: Store,
         clock: Clock,
         journal: Callable[[Change], None] | None = None,
+        limits: EntryLimits | None = None,
         *,
-        limit_bytes: int = 64 << 20,
         on_remove: Callable[[Entry], None] = lambda _entry: None,
+        on_forget: Callable[[Entry], None] = lambda _entry: None,
     ) -> None:
-        """`on_remove` is called with an entry whose state outside the store has to be removed."""
-        self.index = EntryIndex()
-        self.budget = EntryBudget(self.index, limit_bytes)
+        """State outside the store has to be freed with an entry. `on_remove` is called with an
+        entry that was deleted or has expired, and `on_forget` with one that was superseded or did
+        not fit."""
+        limits = limits or EntryLimits()
+        self.retention = Retention(PinnedBlocks(store.tiers, store.block_tokens, limits))
+        self.index = EntryIndex(self.retention)
+        self.budget = EntryBudget(self.retention, limits.memory_bytes)
         self._on_remove = on_remove
+        self._on_forget = on_forget
         self._conversations = store.conversations
         self._clock = clock
         self._journal = journal or (lambda _change: None)
-        self._removed_early: list[Entry] | None = None  # while blocks are being loaded
         self._expired: OrderedDict[tuple[bytes, str], None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -158,8 +141,8 @@ class Entries:
 
     def remember(self, draft: Draft) -> Entry | None:
         """Remember the end of a conversation. One with equal tokens is the same entry and keeps its
-        key, unless the draft has its own. Returns None if it is too large."""
-        equal = self.index.by_tokens(draft.namespace, draft.tokens)
+        key, unless the draft has its own. Returns None if there is no room."""
+        equal = self._with_equal_tokens(draft)
         entry = equal if draft.key is None else self.index.by_key(draft.namespace, draft.key)
         if entry is not None and entry.has_expired(self._clock):
             self.remove(entry)
@@ -172,34 +155,77 @@ class Entries:
             self.index.add(entry)
             self._conversations.attach(entry)
         elif entry.namespace != _kv_namespace(draft) and (draft.pinned or not entry.pinned):
-            self._conversations.move(
-                entry, _kv_namespace(draft)
-            )  # computed again with another KV type
+            self._move(entry, _kv_namespace(draft))
+        elif entry.block is None:  # it is being loaded
+            self._conversations.attach(entry)
         self.index.add_replies(entry, draft.replies if entry.text == draft.text else ())
         _update(entry, draft)
         if draft.pin_s is not None:
             entry.pin_until(self._clock.steady_s() + draft.pin_s)
         self.index.use(entry, self._clock)
-        left_behind = [self.index.set_name(entry, name) for name in draft.names]
-        others = _superseded(self.index, entry, [*left_behind, draft.after, equal])
+        # A name of one conversation stands for the new one from now on, whatever it was before. A
+        # shared name leaves the earlier conversation as it was.
+        replaced = {self.index.set_name(entry, name) for name in draft.names}
+        renamed = {self.index.set_name(entry, name) for name in draft.shared_names}
+        superseded = {draft.after, equal, *self._continued(entry, renamed), *replaced}
+        known = {other for other in superseded if other is not None and other.place}
+        self._supersede(entry, known - {entry}, renamed)
+        self.budget.enforce(self.forget)
+        return entry if entry.place else None
+
+    def _with_equal_tokens(self, draft: Draft) -> Entry | None:
+        """The entry with the same tokens and state of the same KV type, or one that was announced
+        and not computed yet. The same tokens in two KV types are two entries."""
+        equal = self.index.by_tokens(_kv_namespace(draft), draft.tokens)
+        announced = self.index.by_tokens(draft.namespace, draft.tokens)
+        if equal is None and announced is not None and not announced.was_computed:
+            return announced
+        return equal
+
+    def _move(self, entry: Entry, namespace: bytes) -> None:
+        """An entry was computed with another KV type, so its state is in another namespace now."""
+        self.index.before_move(entry)
+        self._conversations.move(entry, namespace)
+        self.index.after_move(entry)
+
+    def _continued(self, entry: Entry, renamed: Iterable[Entry | None]) -> Iterator[Entry]:
+        """Entries that this one continues: the one with the longest text, those without a text
+        whose end is on its path in the store, and those of the renamed ones that it begins with."""
+        shorter = self.index.recall(entry.tenant, entry.text[:-1]) if entry.text else None
+        # A text may cover only the prompt. Then the tokens decide.
+        if shorter and shorter.text_tokens == len(shorter.tokens):
+            yield shorter
+        on_path = self._conversations.continued(entry)
+        textless = (other for other in on_path if isinstance(other, Entry) and not other.text)
+        for other in (shorter, *renamed, *textless):
+            if other is not None and entry.tokens.startswith(other.tokens):
+                yield other
+
+    def _supersede(self, entry: Entry, others: set[Entry], renamed: set[Entry | None]) -> None:
+        """Free superseded entries that nobody can name any more, and save the others."""
         for other in others:  # the new entry takes over temporary pins
             other.end_pin(entry.pinned_until_s or 0.0)
+            self.retention.update(other)
         # The new entry continues these conversations, so it takes over their hits.
         entry.hits += sum(other.hits for other in others if other.is_free)
         self._save(entry)  # before the others are dropped, so that the index keeps shared pieces
         for other in others:
             if other.is_free:
                 self.forget(other)
-            else:
-                self._save(other)
-        self.budget.enforce(self.forget)
-        return entry
+        for changed in {*others, *renamed}:
+            if changed is not None and changed.place:
+                self._save(changed)
 
     def store(self, entry: Entry, document: bytes) -> bool:
-        """Replace the document of an entry. Returns False if there is no room."""
+        """Replace the document of an entry. Returns False if there is no room. An entry whose
+        document is too large for a temporary pin loses the pin."""
         more_bytes = len(document) - len(entry.document)
         if not entry.place or not self.budget.could_fit(entry.cost_bytes + more_bytes):
             return False
+        if entry.pinned and not self.budget.can_pin(entry.tenant, more_bytes):
+            if entry.pinned_until_s is None:
+                return False
+            entry.end_pin(entry.pinned_until_s)
         self.index.set_document(entry, document)
         self.index.use(entry, self._clock)
         self._save(entry)
@@ -217,40 +243,52 @@ class Entries:
         self._save_use(entry)
 
     def pin(self, entry: Entry) -> None:
-        entry.pinned, entry.pinned_until_s = True, None
+        """Pin an entry for good."""
+        entry.pin(expires=False)
+        self.retention.update(entry)
         self._save(entry)
 
     def unpin(self, entry: Entry) -> None:
         """Unpin an entry and restart its lifetime."""
-        entry.pinned, entry.pinned_until_s = False, None
+        entry.unpin()
         self.index.use(entry, self._clock)
         self._save(entry)
 
     def remove(self, entry: Entry) -> int:
         """Delete an entry and the state that no other one uses. Returns the bytes freed."""
-        self.index.remove(entry)
-        self._drop(entry)
+        freed_bytes = self._free(entry)
         self._on_remove(entry)
-        if self._removed_early is not None:
-            self._removed_early.append(entry)
-        return self._conversations.release(entry)
+        return freed_bytes
 
     def forget(self, entry: Entry) -> None:
-        """Delete an entry. Its state stays until it is evicted."""
+        """Delete an entry that nobody misses, and the state that no other one uses."""
+        self._free(entry)
+        self._on_forget(entry)
+
+    def _free(self, entry: Entry) -> int:
         self.index.remove(entry)
         self._drop(entry)
-        self._conversations.detach(entry)
+        return self._conversations.release(entry)
 
-    def collect(self, namespace: bytes | None = None) -> tuple[int, int]:
-        """Delete expired entries. Returns their number and the bytes freed."""
-        offered = (self.expire(entry) for entry in self.index.of(namespace))
-        freed = [freed_bytes for freed_bytes in offered if freed_bytes is not None]
+    def collect(self) -> tuple[int, int]:
+        """Delete all expired entries now. Returns their number and the bytes freed."""
+        freed = [freed_bytes for _, freed_bytes in self.expire_due() if freed_bytes is not None]
         return len(freed), sum(freed)
+
+    def expire_due(self) -> Iterator[tuple[Entry, int | None]]:
+        """Look at each entry that may have expired or whose temporary pin may be over. Yields it
+        with the bytes freed, or with None if it stays."""
+        now_s = self._clock.steady_s()
+        while (key := self.retention.expiries.pop_due(now_s)) is not None:
+            entry = self.index.by_key(None, key)
+            if entry is not None:
+                yield entry, self.expire(entry)
 
     def expire(self, entry: Entry) -> int | None:
         """End a temporary pin that is over, and delete the entry if it has expired. Returns the
         bytes freed, or None if it has not expired."""
         entry.end_pin(self._clock.steady_s())
+        self.retention.update(entry)
         if not entry.has_expired(self._clock):
             return None
         self._expired[entry.tenant, entry.key] = None
@@ -260,7 +298,7 @@ class Entries:
 
     def _save(self, entry: Entry) -> None:
         if entry.durable:
-            self._journal(PutEntry(_to_row(entry, self._clock)))
+            self._journal(_to_row(entry, self._clock))
 
     def _save_use(self, entry: Entry) -> None:
         if entry.durable:
@@ -273,9 +311,12 @@ class Entries:
 
     def load(self, rows: Iterable[EntryRow]) -> None:
         """Load entries after a restart, before their blocks are loaded. Names that were given in
-        the meantime are kept. Call `settle` when the blocks are loaded."""
-        self._removed_early = []
+        the meantime are kept, and so are entries with the same key. Call `settle` when the blocks
+        are loaded."""
+        self._conversations.begin_loading()
         for row in sorted(rows, key=lambda row: row.last_used_at):
+            if self.index.by_key(None, row.key) is not None:
+                continue
             entry = from_row(row, self._clock)
             self.index.add(entry)
             self._conversations.claim(entry)
@@ -290,11 +331,32 @@ class Entries:
         for entry in self.index.of(None):
             if entry.block is None:
                 self._conversations.attach(entry)
-        removed, self._removed_early = self._removed_early or [], None
-        for entry in removed:
-            self._conversations.attach(entry)
-            self._conversations.release(entry)
+        self._conversations.end_loading()
         self.budget.enforce(self.forget)  # the limit may be smaller than before
+
+    def adopt(self) -> Iterator[None]:
+        """Make an entry for state that was loaded and that no entry uses, so that clients can see
+        and delete it. State is freed if there is no room for its entry. Yields after each block."""
+        for block in self._conversations.unreached():
+            if block is not None:
+                self._adopt(block)
+            yield
+
+    def _adopt(self, block: Block) -> None:
+        draft = Draft(
+            namespace=block.tenant,
+            kv_namespace=block.namespace,
+            tokens=chain_tokens(block),
+            durable=block.is_persistent,
+        )
+        cost_bytes = _new_entry(draft, self._clock).cost_bytes
+        has_room = self.retention.used_bytes + cost_bytes <= self.budget.limit_bytes
+        if has_room and self.index.by_tokens(block.namespace, draft.tokens) is None:
+            self.remember(draft)
+            return
+        handle = PrefixHandle(block.namespace, draft.tokens, tenant=block.tenant)
+        self._conversations.attach(handle)
+        self._conversations.release(handle)
 
 
 def _living(entry: Entry | None, clock: Clock) -> Entry | None:
@@ -302,22 +364,21 @@ def _living(entry: Entry | None, clock: Clock) -> Entry | None:
 
 
 def _new_entry(draft: Draft, clock: Clock) -> Entry:
-    key = draft.key or secrets.token_hex(16)
-    namespace, tenant = _kv_namespace(draft), draft.namespace
-    entry = Entry(key, namespace, draft.tokens, draft.text, clock, tenant=tenant)
-    if draft.text_tokens is not None:
-        entry.text_tokens = draft.text_tokens
-    entry.durable, entry.was_computed = draft.durable, draft.is_computed
-    return entry
-
-
-def _superseded(index: EntryIndex, entry: Entry, left_behind: Iterable[Entry | None]) -> set[Entry]:
-    """Entries that this one continues, or that have lost their name to it."""
-    shorter = index.recall(entry.tenant, entry.text[:-1]) if entry.text else None
-    if shorter and shorter.text_tokens < len(shorter.tokens):
-        # Its text covers only the prompt, so it is superseded only if its tokens are a prefix.
-        shorter = shorter if entry.tokens.startswith(shorter.tokens) else None
-    return {other for other in (*left_behind, shorter) if other not in (None, entry)}
+    now = clock.wall_s()
+    return Entry(
+        _kv_namespace(draft),
+        draft.tokens,
+        tenant=draft.namespace,
+        key=draft.key or secrets.token_hex(16),
+        text=draft.text,
+        text_tokens=len(draft.tokens) if draft.text_tokens is None else draft.text_tokens,
+        pictures=draft.tokens.pictures,
+        created_at=now,
+        last_used_at=now,
+        used_s=clock.steady_s(),
+        durable=draft.durable,
+        was_computed=draft.is_computed,
+    )
 
 
 def _kv_namespace(draft: Draft) -> bytes:
@@ -330,6 +391,6 @@ def _update(entry: Entry, draft: Draft) -> None:
     entry.was_computed |= draft.is_computed
     entry.durable |= draft.durable
     if draft.pinned:
-        entry.pinned, entry.pinned_until_s = True, None
+        entry.pin(expires=draft.ttl_s is not None)
     if draft.ttl_s is not None or draft.pinned:
         entry.ttl_s = draft.ttl_s

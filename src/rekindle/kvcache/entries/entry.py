@@ -110,56 +110,35 @@ def newest_replies(replies: Iterable[Reply]) -> tuple[Reply, ...]:
     return tuple(known[len(known) - kept :])
 
 
+def cost_bytes(tokens: Tokens, text: bytes, reply_bytes: int = 0) -> int:
+    """The memory of an entry without a document. The text index has a copy of the text."""
+    return len(tokens.packed) + 2 * len(text) + reply_bytes + 2048
+
+
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Entry(PrefixHandle):
     """A conversation that a client named or that is kept automatically."""
 
-    __slots__ = (
-        "created_at",
-        "document",
-        "durable",
-        "hits",
-        "key",
-        "keyed",
-        "last_used_at",
-        "names",
-        "pinned_until_s",
-        "place",
-        "replies",
-        "segments",
-        "text",
-        "text_tokens",
-        "ttl_s",
-        "used_s",
-        "was_computed",
-    )
-
-    def __init__(
-        self,
-        key: str,
-        namespace: bytes,
-        tokens: Tokens,
-        text: bytes,
-        clock: Clock,
-        *,
-        tenant: bytes | None = None,
-    ) -> None:
-        super().__init__(namespace, tokens, tenant=tenant)
-        self.key = key
-        self.text = text  # the rendered bytes of its tokens; empty if unknown
-        self.text_tokens = len(tokens)  # number of tokens that the text stands for
-        self.replies: tuple[Reply, ...] = ()  # oldest first
-        self.document = b""  # stored with it by a dialect
-        self.segments: Segments = ()
-        self.names: dict[Name, None] = {}  # oldest first
-        self.keyed = False  # a client was given its key
-        self.durable = True  # survives restarts
-        self.was_computed = True  # False if it was only announced
-        self.hits = 0
-        self.place = 0  # position in the LRU order; 0 if it was removed
-        self.ttl_s: float | None = None
-        self.pinned_until_s: float | None = None  # on the monotonic clock; None for a permanent pin
-        self.created_at = self.last_used_at = clock.wall_s()
-        self.used_s = clock.steady_s()
+    key: str
+    text: bytes  # the rendered bytes of its tokens; empty if unknown
+    text_tokens: int  # number of tokens that the text stands for
+    created_at: float
+    last_used_at: float
+    used_s: float  # on the monotonic clock
+    replies: tuple[Reply, ...] = ()  # oldest first
+    reply_bytes: int = 0  # the cost of all replies
+    document: bytes = b""  # stored with it by a dialect
+    pictures: tuple[bytes, ...] = ()  # the digests of its images
+    segments: Segments = ()
+    names: dict[Name, None] = field(default_factory=dict)  # oldest first
+    keyed: bool = False  # a client was given its key
+    durable: bool = True  # survives restarts
+    was_computed: bool = True  # False if it was only announced
+    hits: int = 0
+    place: int = 0  # position in the LRU order; 0 if it was removed
+    ttl_s: float | None = None
+    pinned_until_s: float | None = None  # on the monotonic clock; only of a temporary pin
+    pin_expires: bool = False  # it expires by its TTL although it is pinned
 
     @property
     def is_free(self) -> bool:
@@ -168,23 +147,40 @@ class Entry(PrefixHandle):
 
     @property
     def is_pinned_for_good(self) -> bool:
+        return self.has_own_pin and not self.pin_expires
+
+    @property
+    def has_own_pin(self) -> bool:
+        """Whether a client pinned it, for good or for its TTL. A turn pins temporarily."""
         return self.pinned and self.pinned_until_s is None
 
+    def pin(self, *, expires: bool) -> None:
+        """Pin it for good, or for its TTL."""
+        self.pinned, self.pinned_until_s, self.pin_expires = True, None, expires
+
     def pin_until(self, at_s: float) -> None:
-        """Pin it temporarily, or extend a temporary pin. A permanent pin stays."""
-        if not self.is_pinned_for_good:
+        """Pin it temporarily, or extend a temporary pin. A client's own pin stays."""
+        if not self.has_own_pin:
             self.pinned, self.pinned_until_s = True, max(self.pinned_until_s or at_s, at_s)
+
+    def unpin(self) -> None:
+        self.pinned, self.pinned_until_s, self.pin_expires = False, None, False
 
     def end_pin(self, at_s: float) -> None:
         """End a temporary pin that is over at this time."""
         if self.pinned_until_s is not None and self.pinned_until_s <= at_s:
-            self.pinned, self.pinned_until_s = False, None
+            self.unpin()
+
+    @property
+    def due_s(self) -> float | None:
+        """When it expires or its temporary pin ends, on the monotonic clock."""
+        if self.ttl_s is None or (self.pinned and not self.pin_expires):
+            return self.pinned_until_s
+        return self.used_s + self.ttl_s
 
     @property
     def cost_bytes(self) -> int:
-        replies = sum(reply.cost_bytes for reply in self.replies)
-        texts = 2 * len(self.text)  # the text index has a copy
-        return len(self.tokens.packed) + texts + replies + len(self.document) + 2048
+        return cost_bytes(self.tokens, self.text, self.reply_bytes) + len(self.document)
 
     def first(self, count: int) -> list[int]:
         """Its first `count` token ids."""
@@ -196,8 +192,8 @@ class Entry(PrefixHandle):
         self.last_used_at = clock.wall_s()
 
     def expires_in_s(self, clock: Clock) -> float | None:
-        """The remaining lifetime, or None if it does not expire or is pinned."""
-        if self.ttl_s is None or self.pinned:
+        """The remaining lifetime, or None if it does not expire."""
+        if self.ttl_s is None or (self.pinned and not self.pin_expires):
             return None
         return self.used_s + self.ttl_s - clock.steady_s()
 
@@ -224,7 +220,8 @@ class Draft:
     replies: tuple[Reply, ...] = ()
     after: Entry | None = None  # the entry that it continues, if its text does not show it
     segments: Segments = ()
-    names: tuple[Name, ...] = ()
+    names: tuple[Name, ...] = ()  # each stands for one conversation
+    shared_names: tuple[Name, ...] = ()  # several conversations may use them
     ttl_s: float | None = None
     keyed: bool = False
     pinned: bool = False

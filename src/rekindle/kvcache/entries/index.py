@@ -10,6 +10,7 @@ from itertools import count, islice
 from typing import Generic, TypeVar
 
 from rekindle.kvcache.entries.entry import Clock, Entry, Name, Reply, newest_replies
+from rekindle.kvcache.entries.retention import Retention
 from rekindle.tokens import Tokens, common_bytes
 
 T = TypeVar("T")
@@ -128,42 +129,41 @@ MIN_STALE = 64  # outdated positions that are worth removing
 
 class LruOrder:
     """Entries in LRU order. A use moves an entry to a new position at the end. Outdated positions
-    are removed in bulk.
+    are removed in bulk. They do not keep removed entries, which may have large documents.
 
     Positions only grow, so a page can continue below the last position of the page before, whatever
     has changed in the meantime.
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[int, Entry]] = []  # ascending
-        self._stale = 0
+        self._places: list[int] = []  # ascending
+        self._entries: dict[int, Entry] = {}  # by position, ascending
 
     def __len__(self) -> int:
-        return len(self._places) - self._stale
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Entry]:
         """Least recently used first."""
-        return (entry for place, entry in self._places if entry.place == place)
+        return iter(self._entries.values())
 
     def append(self, entry: Entry) -> None:
         """Add an entry that has a new position at the end."""
-        self._places.append((entry.place, entry))
+        self._places.append(entry.place)
+        self._entries[entry.place] = entry
 
-    def leave(self) -> None:
-        """An entry is about to leave its position."""
-        self._stale += 1
-        if self._stale > MIN_STALE + len(self):
-            self._places = [(place, entry) for place, entry in self._places if entry.place == place]
-            self._stale = 1  # the position that is about to be left
+    def leave(self, place: int) -> None:
+        """Remove the entry at a position."""
+        del self._entries[place]
+        if len(self._places) > MIN_STALE + 2 * len(self._entries):
+            self._places = list(self._entries)
 
     def newest(self, before: int | None = None) -> Iterator[Entry]:
         """Most recently used first, below a position. The order must not change meanwhile."""
         at = len(self._places)
         if before is not None:
-            at = bisect_left(self._places, before, key=lambda each: each[0])
+            at = bisect_left(self._places, before)
         for index in range(at - 1, -1, -1):
-            place, entry = self._places[index]
-            if entry.place == place:
+            if entry := self._entries.get(self._places[index]):
                 yield entry
 
 
@@ -202,9 +202,11 @@ class EntryIndex:
     Changed by the engine's thread. Any thread may call `recall`, `replies` and `knows_replies`.
     """
 
-    def __init__(self) -> None:
-        self.used_bytes = 0
-        self.held_bytes: Counter[bytes] = Counter()  # by tenant
+    def __init__(self, retention: Retention) -> None:
+        self._retention = retention  # told about each change
+        #: Number of entries that have an image, by tenant and digest.
+        self.pictures: Counter[tuple[bytes, bytes]] = Counter()
+        self._numbers: dict[tuple[bytes, str], int] = {}  # the highest, by tenant and kind of name
         self._by_key: dict[str, Entry] = {}
         self._orders: defaultdict[bytes | None, LruOrder] = defaultdict(
             LruOrder
@@ -238,7 +240,20 @@ class EntryIndex:
         return self._by_name.get((namespace, name))
 
     def by_tokens(self, namespace: bytes, tokens: Tokens) -> Entry | None:
+        """The entry with these tokens whose state is in this namespace."""
         return self._by_tokens.get((namespace, tokens))
+
+    def before_move(self, entry: Entry) -> None:
+        """An entry is about to get state in another namespace. Call `after_move` then."""
+        self._forget_tokens(entry)
+
+    def after_move(self, entry: Entry) -> None:
+        self._by_tokens[entry.namespace, entry.tokens] = entry
+        self._retention.update(entry)
+
+    def _forget_tokens(self, entry: Entry) -> None:
+        if self._by_tokens.get((entry.namespace, entry.tokens)) is entry:
+            del self._by_tokens[entry.namespace, entry.tokens]
 
     def recall(self, namespace: bytes, text: bytes) -> Entry | None:
         """The longest conversation whose rendered text is a prefix of `text`. Any thread."""
@@ -267,8 +282,9 @@ class EntryIndex:
         self._by_key[entry.key] = entry
         self._set_place(entry, next(self._places))
         if entry.tokens:
-            self._by_tokens[entry.tenant, entry.tokens] = entry
-        self._count(entry.tenant, entry.cost_bytes)
+            self._by_tokens[entry.namespace, entry.tokens] = entry
+        self._retention.update(entry)
+        self.pictures.update((entry.tenant, digest) for digest in entry.pictures)
         if entry.text:
             with self._lock:
                 self._texts.setdefault(entry.tenant, TextIndex()).put(entry.text, entry)
@@ -276,11 +292,14 @@ class EntryIndex:
     def remove(self, entry: Entry) -> None:
         del self._by_key[entry.key]
         self._set_place(entry, 0)
-        if self._by_tokens.get((entry.tenant, entry.tokens)) is entry:
-            del self._by_tokens[entry.tenant, entry.tokens]
+        self._forget_tokens(entry)
         for name in entry.names:
             del self._by_name[entry.tenant, name]
-        self._count(entry.tenant, -entry.cost_bytes)
+        self._retention.update(entry)
+        for picture in ((entry.tenant, digest) for digest in entry.pictures):
+            self.pictures[picture] -= 1
+            if not self.pictures[picture]:
+                del self.pictures[picture]
         with self._lock:
             if texts := self._texts.get(entry.tenant):
                 texts.drop(entry.text, entry)
@@ -295,13 +314,14 @@ class EntryIndex:
         """Restart its lifetime and make it the most recently used."""
         entry.use(clock)
         self._set_place(entry, next(self._places))
+        self._retention.update(entry)
 
     def _set_place(self, entry: Entry, place: int) -> None:
         """Move an entry in the LRU order; 0 removes it."""
         before, views = entry.place, (entry.tenant, None)
         if before:
             for view in views:
-                self._orders[view].leave()
+                self._orders[view].leave(before)
         entry.place = place
         for view in views:
             if place:
@@ -314,33 +334,40 @@ class EntryIndex:
         before = self._by_name.get((entry.tenant, name))
         if before is not None and before is not entry:
             del before.names[name]
+            self._retention.update(before)
         entry.names.pop(name, None)  # it becomes the newest
         entry.names[name] = None
         self._by_name[entry.tenant, name] = entry
         while len(entry.names) > MAX_NAMES:
             oldest = next(iter(entry.names))
             del entry.names[oldest], self._by_name[entry.tenant, oldest]
+        self._retention.update(entry)
+        self._count_number(entry.tenant, *name)
         return before if before is not entry else None
 
+    def _count_number(self, namespace: bytes, kind: str, name: str) -> None:
+        number = name.removeprefix(f"{kind}_")
+        if number != name and number.isascii() and number.isdecimal():
+            known = self._numbers.get((namespace, kind), -1)
+            self._numbers[namespace, kind] = max(known, int(number))
+
+    def highest_number(self, namespace: bytes, kind: str) -> int:
+        """The highest N of all names `kind_N` that a tenant has had, or -1."""
+        return self._numbers.get((namespace, kind), -1)
+
     def set_document(self, entry: Entry, document: bytes) -> None:
-        self._count(entry.tenant, len(document) - len(entry.document))
         entry.document = document
+        self._retention.update(entry)
 
     def add_replies(self, entry: Entry, new: tuple[Reply, ...]) -> None:
         """Add replies. A conversation may have been delivered several times with different ids."""
         known = newest_replies((*entry.replies, *new))
         if known == entry.replies:
             return
-        cost_bytes = entry.cost_bytes
         with self._lock:
             index = self._replies.setdefault(entry.tenant, ReplyIndex())
             index.drop(entry, entry.replies)
             index.put(entry, known)
         entry.replies = known
-        self._count(entry.tenant, entry.cost_bytes - cost_bytes)
-
-    def _count(self, namespace: bytes, more_bytes: int) -> None:
-        self.used_bytes += more_bytes
-        self.held_bytes[namespace] += more_bytes
-        if not self.held_bytes[namespace]:
-            del self.held_bytes[namespace]
+        entry.reply_bytes = sum(reply.cost_bytes for reply in known)
+        self._retention.update(entry)

@@ -3,66 +3,41 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import TypeVar
 
-from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
+from rekindle.kvcache.eviction.hit_density import SPAN_TICKS, HitDensity
 from rekindle.protocol.settings import EvictionPolicy
 
+T = TypeVar("T")
 
-class Ranking(Protocol):
+
+@dataclass(slots=True, eq=False)
+class RankedBlock:
+    parent: bytes | None
+    used_tick: int = 0
+    class_: int = 0  # of an estimator
+    children: int = 0
+
+    @property
+    def slot(self) -> int:
+        """Sort key: by class, then by the span of the last use."""
+        return (self.class_ << 40) + self.used_tick // SPAN_TICKS
+
+
+class Ranking(ABC):
     """Ranks one tenant's blocks in a tier. Only leaves are removed."""
 
-    def __len__(self) -> int: ...
-    def __contains__(self, key: object) -> bool: ...
-
-    def add(self, key: bytes, parent: bytes | None) -> None:
-        """Rank a new block. Its parent stops being a leaf."""
-
-    def set_parent(self, key: bytes, parent: bytes) -> None:
-        """Put a block that was added before its parent under that parent."""
-
-    def use(self, key: bytes) -> None:
-        """Record a hit. Ignored if the block has already been evicted."""
-
-    def reuse_probability(self, key: bytes) -> float:
-        """Estimated probability that the block is used again; 1 if unknown."""
-
-    def mark_victim(self, key: bytes) -> None:
-        """Remember which leaf is about to be evicted, so that `remove` records it as a ghost."""
-
-    def remove(self, key: bytes) -> None:
-        """Remove a leaf. When its last child is removed, the parent becomes a leaf."""
-
-    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
-        """Return and mark the least valuable leaf that is not in `excluded`. It is not removed."""
-
-
-class _LruBlock:
-    __slots__ = ("children", "parent", "used_tick")
-
-    def __init__(self, parent: bytes | None) -> None:
-        self.parent = parent
-        self.children = 0
-        self.used_tick = 0
-
-
-class LruRanking:
-    """Evicts the least recently used leaf."""
-
-    __slots__ = ("_blocks", "_exposed", "_leaves", "_ticks")
+    __slots__ = ("_blocks", "_victim")
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, _LruBlock] = {}
-        # Both hold leaves, least recently used first. A heap was rejected: it has to pop and push
-        # excluded leaves.
-        self._leaves: OrderedDict[bytes, None] = OrderedDict()
-        #: Blocks that became leaves when their last child was removed, with their `used_tick`.
-        self._exposed: list[tuple[int, bytes]] = []
-        self._ticks = count()
+        self._blocks: dict[bytes, RankedBlock] = {}
+        self._victim: bytes | None = None  # for rankings that learn from evictions
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -70,17 +45,78 @@ class LruRanking:
     def __contains__(self, key: object) -> bool:
         return key in self._blocks
 
+    @abstractmethod
     def add(self, key: bytes, parent: bytes | None) -> None:
-        self._blocks[key] = _LruBlock(parent)
-        if parent is not None:
-            self._add_child(parent)
-        self.use(key)
+        """Rank a new block. Its parent stops being a leaf."""
 
     def set_parent(self, key: bytes, parent: bytes) -> None:
+        """Put a block that was added before its parent under that parent."""
         block = self._blocks[key]
         if block.parent is None:
             block.parent = parent
-            self._add_child(parent)
+            self._extend(parent)
+
+    def _extend(self, key: bytes) -> None:
+        """Count one more child of a block."""
+        block = self._blocks[key]
+        if not block.children:
+            self._remove_leaf(key, block)
+        block.children += 1
+
+    @abstractmethod
+    def use(self, key: bytes) -> None:
+        """Record a hit. Ignored if the block has already been evicted."""
+
+    def reuse_probability(self, key: bytes) -> float:
+        """Estimated probability that the block is used again; 1 if unknown."""
+        return 1.0
+
+    def mark_victim(self, key: bytes) -> None:
+        """Remember which leaf is about to be evicted, so that `remove` can record it as a ghost."""
+        self._victim = key
+
+    def remove(self, key: bytes) -> None:
+        """Remove a leaf. When its last child is removed, the parent becomes a leaf."""
+        block = self._blocks.pop(key)
+        self._remove_leaf(key, block)
+        if block.parent is not None:
+            above = self._blocks[block.parent]
+            above.children -= 1
+            if not above.children:
+                self._expose_leaf(block.parent, above)
+
+    @abstractmethod
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        """Return and mark the least valuable leaf that is not in `excluded`. It is not removed."""
+
+    @abstractmethod
+    def _expose_leaf(self, key: bytes, block: RankedBlock) -> None:
+        """Add a block, whose last child was removed, to the leaves."""
+
+    @abstractmethod
+    def _remove_leaf(self, key: bytes, block: RankedBlock) -> None:
+        """Remove a block from the leaves."""
+
+
+class LruRanking(Ranking):
+    """Evicts the least recently used leaf."""
+
+    __slots__ = ("_exposed", "_leaves", "_ticks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Both hold leaves, least recently used first. A heap was rejected: it has to pop and push
+        # excluded leaves.
+        self._leaves: OrderedDict[bytes, None] = OrderedDict()
+        #: Blocks that became leaves when their last child was removed, with their `used_tick`.
+        self._exposed: list[tuple[int, bytes]] = []
+        self._ticks = count()
+
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        self._blocks[key] = RankedBlock(parent, next(self._ticks))
+        self._leaves[key] = None
+        if parent is not None:
+            self._extend(parent)
 
     def use(self, key: bytes) -> None:
         if block := self._blocks.get(key):
@@ -89,23 +125,6 @@ class LruRanking:
                 self._leaves[key] = None
             block.used_tick = next(self._ticks)
 
-    def reuse_probability(self, key: bytes) -> float:
-        return 1.0
-
-    def mark_victim(self, key: bytes) -> None:
-        """LRU learns nothing from evictions."""
-
-    def remove(self, key: bytes) -> None:
-        block = self._blocks.pop(key, None)
-        if block is None:
-            return
-        self._remove_leaf(key, block)
-        if block.parent is not None:
-            above = self._blocks[block.parent]
-            above.children -= 1
-            if not above.children:
-                insort(self._exposed, (above.used_tick, block.parent))
-
     def next_victim(self, excluded: Container[bytes]) -> bytes | None:
         leaf = next((key for key in self._leaves if key not in excluded), None)
         exposed = next((key for _, key in self._exposed if key not in excluded), None)
@@ -113,20 +132,140 @@ class LruRanking:
             return leaf if exposed is None else exposed
         return min(leaf, exposed, key=lambda key: self._blocks[key].used_tick)
 
-    def _add_child(self, key: bytes) -> None:
-        block = self._blocks[key]
-        self._remove_leaf(key, block)
-        block.children += 1
+    def _expose_leaf(self, key: bytes, block: RankedBlock) -> None:
+        insort(self._exposed, (block.used_tick, key))
 
-    def _remove_leaf(self, key: bytes, block: _LruBlock) -> None:
-        """Remove a block from the leaves, if it is one of them."""
+    def _remove_leaf(self, key: bytes, block: RankedBlock) -> None:
         if key in self._leaves:
             del self._leaves[key]
-            return
-        item = block.used_tick, key
-        at = bisect_left(self._exposed, item)
-        if self._exposed[at : at + 1] == [item]:
-            del self._exposed[at]
+        else:
+            del self._exposed[bisect_left(self._exposed, (block.used_tick, key))]
+
+
+class HitDensityRanking(Ranking):
+    """Evicts the leaf with the lowest density, and of several the one that was used longest ago.
+
+    Leaves are grouped by class and by the span of their last use. So no leaf moves as it ages, and
+    an eviction costs the number of classes and ages, not the number of blocks. Rejected: sampling
+    leaves (random and slower), heaps, one list per age.
+    """
+
+    __slots__ = ("_estimator", "_leaves", "_slots")
+
+    def __init__(self, estimator: HitDensity) -> None:
+        super().__init__()
+        self._estimator = estimator
+        self._leaves: dict[int, list[bytes]] = {}  # by slot; no list is empty
+        self._slots: list[int] = []  # the keys of `_leaves`, sorted
+
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        class_ = self._estimator.add(key)
+        self._blocks[key] = block = RankedBlock(parent, self._estimator.tick, class_)
+        if parent is not None:
+            self._extend(parent)
+        self._expose_leaf(key, block)
+
+    def _extend(self, key: bytes) -> None:
+        super()._extend(key)
+        block = self._blocks[key]
+        block.class_ = self._estimator.extend(block.class_, block.used_tick)
+
+    def use(self, key: bytes) -> None:
+        if block := self._blocks.get(key):
+            if not block.children:
+                self._remove_leaf(key, block)
+            block.class_ = self._estimator.use(block.class_, block.used_tick)
+            block.used_tick = self._estimator.tick
+            if not block.children:
+                self._expose_leaf(key, block)
+
+    def reuse_probability(self, key: bytes) -> float:
+        block = self._blocks[key]
+        return self._estimator.reuse_probability(block.class_, block.used_tick)
+
+    def remove(self, key: bytes) -> None:
+        block = self._blocks[key]
+        # Only an evicted block may come back. A tail that a longer block covers never does.
+        ghost_key = key if key == self._victim else None
+        self._estimator.remove(ghost_key, block.class_, block.used_tick)
+        super().remove(key)
+
+    def next_victim(self, excluded: Container[bytes]) -> bytes | None:
+        self._victim = self._lowest_leaf(excluded)
+        return self._victim
+
+    def _lowest_leaf(self, excluded: Container[bytes]) -> bytes | None:
+        slots, starts = self._slots, self._estimator.age_starts()
+        for class_, age in self._estimator.order:
+            begin = class_ << 40
+            end = begin + starts[age]
+            at = bisect_left(slots, begin + max(starts[age + 1], 0))
+            while at < len(slots) and slots[at] < end:
+                for key in self._leaves[slots[at]]:
+                    if key not in excluded:
+                        return key
+                at += 1
+        return None
+
+    def _expose_leaf(self, key: bytes, block: RankedBlock) -> None:
+        slot = block.slot
+        if leaves := self._leaves.get(slot):
+            leaves.append(key)
+        else:
+            self._leaves[slot] = [key]
+            insort(self._slots, slot)
+
+    def _remove_leaf(self, key: bytes, block: RankedBlock) -> None:
+        slot = block.slot
+        leaves = self._leaves[slot]
+        leaves.remove(key)  # at most SPAN_TICKS keys
+        if not leaves:
+            del self._leaves[slot]
+            del self._slots[bisect_left(self._slots, slot)]
+
+
+class TenantSizes:
+    """Bytes by tenant, and the tenants in the order of their size."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[bytes, int] = {}
+        #: A heap of (-bytes, tenant); outdated items are skipped.
+        self._by_size: list[tuple[int, bytes]] = []
+        self._resized: set[bytes] = set()  # tenants whose current size is not in the heap
+
+    def get(self, tenant: bytes) -> int:
+        return self._sizes.get(tenant, 0)
+
+    def set(self, tenant: bytes, size_bytes: int) -> None:
+        self._sizes[tenant] = size_bytes
+        self._resized.add(tenant)  # pushed by `first`: a tenant may change a million times before
+
+    def forget(self, tenant: bytes) -> None:
+        self._sizes.pop(tenant, None)
+        self._resized.discard(tenant)
+
+    def first(self, choose: Callable[[bytes], T | None]) -> T | None:
+        """Call `choose` with the largest tenant, then with the next, until it returns something."""
+        self._push_resized()
+        visited: dict[bytes, int] = {}
+        chosen = None
+        while chosen is None and self._by_size:
+            less_bytes, tenant = heapq.heappop(self._by_size)
+            if self._sizes.get(tenant) != -less_bytes or tenant in visited:
+                continue
+            visited[tenant] = less_bytes
+            chosen = choose(tenant)
+        for tenant, less_bytes in visited.items():
+            heapq.heappush(self._by_size, (less_bytes, tenant))
+        return chosen
+
+    def _push_resized(self) -> None:
+        for tenant in self._resized:
+            heapq.heappush(self._by_size, (-self._sizes[tenant], tenant))
+        self._resized.clear()
+        if len(self._by_size) > 64 + 2 * len(self._sizes):
+            self._by_size = [(-size, each) for each, size in self._sizes.items()]
+            heapq.heapify(self._by_size)
 
 
 class Evictor:
@@ -142,13 +281,10 @@ class Evictor:
         self.estimator = estimator or HitDensity()  # learns from all tenants together
         self._policy = policy
         self._rankings: dict[bytes, Ranking] = {}
-        self._held_bytes: dict[bytes, int] = {}
-        #: A heap of (-bytes, tenant); outdated items are skipped.
-        self._by_size: list[tuple[int, bytes]] = []
-        self._resized: set[bytes] = set()  # tenants whose current size is not in the heap
+        self._sizes = TenantSizes()
 
     def held_bytes(self, tenant: bytes) -> int:
-        return self._held_bytes.get(tenant, 0)
+        return self._sizes.get(tenant)
 
     def add(self, tenant: bytes, key: bytes, parent: bytes | None, size_bytes: int) -> None:
         ranking = self._rankings.get(tenant)
@@ -163,8 +299,7 @@ class Evictor:
 
     def resize(self, tenant: bytes, more_bytes: int) -> None:
         """A block of this tenant has grown by `more_bytes`."""
-        self._held_bytes[tenant] = self._held_bytes.get(tenant, 0) + more_bytes
-        self._resized.add(tenant)  # pushed at the next eviction: a tenant may add a million blocks
+        self._sizes.set(tenant, self._sizes.get(tenant) + more_bytes)
 
     def use(self, tenant: bytes, key: bytes) -> None:
         if ranking := self._rankings.get(tenant):
@@ -183,8 +318,8 @@ class Evictor:
         if self._rankings[tenant]:
             self.resize(tenant, -size_bytes)
         else:
-            del self._rankings[tenant], self._held_bytes[tenant]
-            self._resized.discard(tenant)
+            del self._rankings[tenant]
+            self._sizes.forget(tenant)
 
     def evict(self, tenant: bytes, key: bytes, size_bytes: int) -> None:
         """Remove a leaf that may come back, though it was not chosen by `next_victim`."""
@@ -194,27 +329,7 @@ class Evictor:
 
     def next_victim(self, excluded: Container[bytes]) -> bytes | None:
         """Return the block to evict next, or None if all are excluded. It is not removed."""
-        self._push_resized()
-        visited: dict[bytes, int] = {}
-        victim = None
-        while victim is None and self._by_size:
-            less_bytes, tenant = heapq.heappop(self._by_size)
-            if self._held_bytes.get(tenant) != -less_bytes or tenant in visited:
-                continue
-            visited[tenant] = less_bytes
-            victim = self._rankings[tenant].next_victim(excluded)
-        for tenant, less_bytes in visited.items():
-            heapq.heappush(self._by_size, (less_bytes, tenant))
-        return victim
-
-    def _push_resized(self) -> None:
-        for tenant in self._resized:
-            if (held_bytes := self._held_bytes.get(tenant)) is not None:
-                heapq.heappush(self._by_size, (-held_bytes, tenant))
-        self._resized.clear()
-        if len(self._by_size) > 64 + 2 * len(self._held_bytes):
-            self._by_size = [(-held, each) for each, held in self._held_bytes.items()]
-            heapq.heapify(self._by_size)
+        return self._sizes.first(lambda tenant: self._rankings[tenant].next_victim(excluded))
 
 
 def new_ranking(policy: EvictionPolicy, estimator: HitDensity) -> Ranking:

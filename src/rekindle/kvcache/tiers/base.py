@@ -11,9 +11,10 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from msgspec import Struct
+
 from rekindle.kvcache.block import Block, BlockKind, Copy
 from rekindle.kvcache.codec import Record
-from rekindle.kvcache.eviction.hit_density import HitDensity
 from rekindle.kvcache.eviction.policy import Evictor
 from rekindle.memory import Buffer
 from rekindle.protocol.settings import EvictionPolicy
@@ -41,6 +42,7 @@ class TierBudget:
         self._persistent = persistent
         self._full_bytes: int | None = None  # a lower limit while the medium is full
         self._evictor = Evictor(eviction)
+        self.estimator = self._evictor.estimator  # saved for the next process
 
     def held_bytes(self, tenant: bytes) -> int:
         return self._evictor.held_bytes(tenant)
@@ -64,11 +66,6 @@ class TierBudget:
     def reuse_probability(self, block: Block) -> float:
         """Estimated probability that the block is used again."""
         return self._evictor.reuse_probability(block.tenant, block.key)
-
-    @property
-    def estimator(self) -> HitDensity:
-        """What this tier has learned about reuse, to be saved for the next process."""
-        return self._evictor.estimator
 
     def use(self, block: Block) -> None:
         """Record a hit, which keeps the block longer."""
@@ -110,8 +107,7 @@ class TierBudget:
         self._full_bytes = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Write:
+class Write(Struct, frozen=True, eq=False):
     """A block to be written. Two writes of the same key are different writes."""
 
     key: bytes
@@ -171,16 +167,14 @@ def serves(record: Record, block: Block) -> bool:
     return record.exact >= block.exact and record.resumable >= block.resumable
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
+class Written(Struct, frozen=True):
     """These writes are done and would survive the end of the process."""
 
     tier: str
     writes: tuple[Write, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(Struct, frozen=True):
     """These writes failed. With `is_there` the bytes are stored and will be found when the tier is
     opened again, but the tier cannot serve them now."""
 
@@ -191,15 +185,13 @@ class WriteFailed:
     is_there: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
+class Fetched(Struct, frozen=True):
     """A tier has finished a fetch."""
 
     fetch: Fetch
 
 
-@dataclass(frozen=True, slots=True)
-class Flushed:
+class Flushed(Struct, frozen=True):
     """Every earlier order is done or has failed. `is_safe` is False if a removal or a change of
     entries failed."""
 
@@ -207,8 +199,7 @@ class Flushed:
     is_safe: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class TierUnavailable:
+class TierUnavailable(Struct, frozen=True):
     """A tier cannot be opened now. It is tried again later."""
 
     tier: str
@@ -216,15 +207,13 @@ class TierUnavailable:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class TierOpened:
+class TierOpened(Struct, frozen=True):
     """A tier is open. Its blocks are reported as they are read."""
 
     tier: str
 
 
-@dataclass(frozen=True, slots=True)
-class BlocksFound:
+class BlocksFound(Struct, frozen=True):
     """Blocks of a tier that is being opened, parents first. The last event has `is_all`."""
 
     tier: str
@@ -247,7 +236,7 @@ class Tier(ABC):
     """Called from the engine's thread only.
 
     A tier below the first is closed under parents: a block is put after its parent and removed
-    before it.
+    before it. The defaults are those of a tier that holds everything in memory.
     """
 
     def __init__(
@@ -285,22 +274,22 @@ class Tier(ABC):
     def resize(self, block: Block, kind: BlockKind) -> None:
         """Count a copy as this kind, because its replacement was not written."""
 
-    @abstractmethod
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
         """Start reading blocks that are not in memory. `Fetched` follows in any case."""
+        raise NotImplementedError("all blocks are in memory")
 
     @property
     def takes_writes(self) -> bool:
         return self.is_open and self.state != "failing"
 
     @property
-    @abstractmethod
     def has_queue_room(self) -> bool:
         """Whether the write queue has room."""
+        return True
 
-    @abstractmethod
     def complete(self, event: Written | WriteFailed) -> list[Write]:
         """Remove these writes from the queue. Returns those that no later write has replaced."""
+        return []
 
     def fail(self, event: WriteFailed) -> None:
         """Handle a failed write, after its blocks were removed. On a full medium the budget
@@ -314,21 +303,21 @@ class Tier(ABC):
         self.budget.restore_limit()
         self.state = "ok"
 
-    @abstractmethod
     def flush(self, then: Callable[[bool], None]) -> None:
         """Report `Flushed` when every earlier order is done or has failed."""
+        then(True)
 
-    @abstractmethod
     def stored(self) -> Iterable[StoredBlock]:
         """The blocks that the tier held when it was opened, parents first."""
+        return ()
 
-    @abstractmethod
     def adopt(self, block: Block, kind: BlockKind) -> None:
         """Count a block that was stored when the tier was opened."""
+        raise NotImplementedError("nothing is stored when it is opened")
 
-    @abstractmethod
     def discard(self, key: bytes) -> None:
         """Remove a stored block that cannot be used."""
+        raise NotImplementedError("nothing is stored when it is opened")
 
     @abstractmethod
     def close(self) -> None:

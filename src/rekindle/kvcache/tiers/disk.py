@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import count
 
 from rekindle.errors import CorruptBlock
 from rekindle.kvcache.block import Block, BlockKind
@@ -144,7 +144,7 @@ class DiskTier(WriteBehindTier):
         self._readers = ThreadPoolExecutor(readers, "disk-reader")
         self._max_readers = readers
         self._reads: set[Future[None]] = set()  # running
-        self._flushes: list[Flushed] = []  # requested before it was open
+        self._flushes: list[Flushed | Commit] = []  # requested before it was open
         self._folder: Folder | None = None
         self.opening: Opening | None = None
         if isinstance(folder, Folder):
@@ -203,20 +203,20 @@ class DiskTier(WriteBehindTier):
             self._writer.put(BackUp(state))
 
     def flush(self, then: Callable[[bool], None]) -> None:
-        if self.is_open:
-            self._writer.put(Flushed(then))
-        elif self._folder is not None:
-            self._flushes.append(Flushed(then))  # blocks to remove may not have been loaded yet
-        else:
-            then(False)
+        self._order(Flushed(then))
 
-    def commit(self, then: Callable[[bool], None]) -> None:
-        """Report `Flushed` when the index has every earlier change, or has failed to take it. Does
-        not wait for state."""
+    def commit(self, row: str, then: Callable[[bool], None]) -> None:
+        """Report `Flushed` when the index has the latest change of an entry's row, or has failed to
+        take it. Does not wait for state."""
+        self._order(Commit(row, then))
+
+    def _order(self, order: Flushed | Commit) -> None:
         if self.is_open:
-            self._writer.put(Commit(then))
+            self._writer.put(order)
+        elif self._folder is not None:
+            self._flushes.append(order)  # blocks to remove may not have been loaded yet
         else:
-            then(False)
+            order.then(False)
 
     def retry(self) -> None:
         super().retry()
@@ -225,18 +225,18 @@ class DiskTier(WriteBehindTier):
     def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
         """Read blocks in order, so that the first is complete first. All readers share the work on
         a large block."""
-        remaining = _Countdown(len(blocks))
+        done = count(1)  # its `next` is atomic
         for block in blocks:
             kind = block.copies[self.name].written or block.kind
             size = record_bytes(len(block.tokens.packed), kind.size_bytes)
             reading = self.folder.block_files.reading(block.key, size, self._allocate)
             for _ in range(min(self._max_readers, max(size // READER_BYTES, 1))):
-                read = self._readers.submit(self._read_part, fetch, remaining, block.key, reading)
+                read = self._readers.submit(self._read_part, fetch, done, block.key, reading)
                 self._reads.add(read)
                 read.add_done_callback(self._reads.discard)
 
     def _read_part(
-        self, fetch: Fetch, remaining: _Countdown, key: bytes, reading: BlockReading
+        self, fetch: Fetch, done: Iterator[int], key: bytes, reading: BlockReading
     ) -> None:
         if not reading.take_part(lambda: not fetch.is_released):
             return
@@ -248,7 +248,7 @@ class DiskTier(WriteBehindTier):
             fetch.bad[key] = str(error)
         except Exception:  # no handles or no memory: a plain miss, because a turn waits
             log.exception("reading a block failed")
-        if remaining.count_down():
+        if next(done) == len(fetch.blocks):
             self._on_event(Fetched(fetch))
 
     def close(self) -> None:
@@ -264,17 +264,3 @@ class DiskTier(WriteBehindTier):
         self._readers.shutdown(wait=False, cancel_futures=True)
         wait(list(self._reads), LAST_READS_S)  # one may hang forever
         self.folder.close()
-
-
-class _Countdown:
-    """Counts the blocks of a fetch that are not read yet. Any thread may call it."""
-
-    def __init__(self, blocks: int) -> None:
-        self._left = blocks
-        self._lock = threading.Lock()
-
-    def count_down(self) -> bool:
-        """Count one block as read. Returns True for the last one."""
-        with self._lock:
-            self._left -= 1
-            return not self._left

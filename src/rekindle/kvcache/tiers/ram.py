@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
 from rekindle.kvcache.block import Block, BlockKind
-from rekindle.kvcache.tiers.base import (
-    Fetch,
-    StoredBlock,
-    Tier,
-    Write,
-    WriteFailed,
-    Written,
-)
+from rekindle.kvcache.tiers.base import Tier
 from rekindle.memory import Buffer
 from rekindle.protocol.settings import EvictionPolicy
 from rekindle.tokens import Tokens
@@ -32,10 +23,6 @@ class RamTier(Tier):
     def __init__(self, limit_bytes: int, eviction: EvictionPolicy = "hit-density") -> None:
         super().__init__("ram", limit_bytes, persistent=False, eviction=eviction)
         self._blobs: dict[bytes, Buffer] = {}
-
-    @property
-    def has_queue_room(self) -> bool:
-        return True
 
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         return cost_bytes(tokens, state_bytes)
@@ -64,24 +51,6 @@ class RamTier(Tier):
         blob = self._blobs[block.key]
         if len(blob) > kind.size_bytes:
             self.put(block, bytes(blob[: kind.size_bytes]))
-
-    def read(self, blocks: Sequence[Block], fetch: Fetch) -> None:
-        raise NotImplementedError("blocks in RAM need no read")
-
-    def complete(self, event: Written | WriteFailed) -> list[Write]:
-        return []
-
-    def flush(self, then: Callable[[bool], None]) -> None:
-        then(True)
-
-    def stored(self) -> Iterable[StoredBlock]:
-        return ()
-
-    def adopt(self, block: Block, kind: BlockKind) -> None:
-        raise NotImplementedError("RAM is empty when it is opened")
-
-    def discard(self, key: bytes) -> None:
-        """RAM is empty when it is opened."""
 
     def close(self) -> None:
         """RAM has no resources to release."""
