@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rekindle.engine.base import Engine, Work, run_step
+from rekindle.engine.sampling.sampler import TokenSampler
 from rekindle.errors import CorruptBlock, PoolFull
 from rekindle.protocol.requests import SamplingParams
 from tests.contract.actions import GREEDY, PROMPT, cold, decode, prefill
@@ -197,6 +200,34 @@ def test_a_mask_limits_every_choice_and_is_told_the_token(
         tokens.append(sampled.token)
     assert only_even.accepted == tokens[10:]
     assert all(token % 2 == 0 for token in tokens[10:])
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(temperature=1, seed=1)], ids=["greedy", "sampled"]
+)
+def test_bans_and_dry_hold_for_every_choice(engine: Engine, sampling: SamplingParams) -> None:
+    if not isinstance(engine.sampler(sampling, []), TokenSampler):
+        return  # the fake engine reads no logits
+
+    def reply(**fields: Any) -> list[int]:
+        sampler = engine.sampler(replace(sampling, **fields), PROMPT[:10])
+        sequence = engine.sequences.open(exact=True)
+        tokens = list(PROMPT[:10])
+        for _ in range(24):
+            [sampled] = run_step(engine, [Work(sequence, tokens[sequence.length :], sampler)])
+            assert sampled is not None
+            tokens.append(sampled.token)
+        engine.sequences.close(sequence)
+        return tokens[10:]
+
+    said = reply()
+    assert reply(typical_p=1.0, dry_multiplier=0.0) == said
+    assert said[0] not in reply(bad_words_tokens=[said[:1]])
+    banned = reply(min_tokens=5, end_tokens=said[:5], typical_p=0.9)
+    assert not {*said[:5]} & {*banned[:5]}
+    dry = reply(dry_multiplier=1e6, dry_allowed_length=1)
+    pairs = [*pairwise(dry)]
+    assert len({*pairs}) == len(pairs)  # no token follows another one twice
 
 
 @pytest.mark.parametrize("count", [1, 3])

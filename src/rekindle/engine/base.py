@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -140,19 +140,18 @@ class Capabilities:
         return self.kv[self.kv_type]
 
 
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A run of tokens in the engine's memory. `length` counts computed and restored tokens."""
+    """A run of tokens in the engine's memory."""
 
-    __slots__ = ("exact", "is_parked", "kv_type", "length", "scattered_from", "slot")
-
-    def __init__(self, slot: int, *, exact: bool, kv_type: KvType) -> None:
-        self.slot = slot
-        self.exact = exact
-        self.kv_type = kv_type
-        self.length = 0
-        self.is_parked = False  # its state is outside the pool
-        #: From this token on cells are fragmented. Moving them is slower than computing them.
-        self.scattered_from: int | None = None
+    slot: int
+    _: KW_ONLY
+    exact: bool
+    kv_type: KvType
+    length: int = 0  # computed and restored tokens
+    is_parked: bool = False  # its state is outside the pool
+    #: From this token on cells are fragmented. Moving them is slower than computing them.
+    scattered_from: int | None = None
 
 
 class TokenMask(Protocol):
@@ -329,8 +328,7 @@ class Engine(Protocol):
         """
 
     def encode_picture(self, picture: Picture) -> list[Matrix]:
-        """Return the vectors of each image span of its tokens. Raises Unsupported if the model
-        takes no images."""
+        """Return the vectors of each image span. Raises Unsupported like `picture_tokens`."""
 
     def close(self) -> None: ...
 
@@ -367,8 +365,7 @@ class Embedder(Protocol):
         """Score from 0 to 1 how well each document answers its query."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Tokenize an input, with the tokens that the model wants around it. Callable from any
-        thread."""
+        """Tokenize an input, with the tokens that go around it. Callable from any thread."""
 
     def pair(self, query: str, document: str) -> list[int]:
         """Tokenize a query and a document as one input. Callable from any thread."""

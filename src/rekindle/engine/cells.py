@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """Consecutive cells with the same holders."""
 
-    __slots__ = ("holders", "tokens")
-
-    def __init__(self, tokens: int) -> None:
-        self.tokens = tokens
-        self.holders = 1
+    tokens: int
+    holders: int = 1
 
 
 class Cells:
@@ -86,8 +85,7 @@ class Cells:
         return first
 
     def _halve(self, run: _Run, tokens: int) -> None:
-        rest = _Run(run.tokens - tokens)
-        rest.holders = run.holders
+        rest = _Run(run.tokens - tokens, run.holders)
         run.tokens = tokens
         for runs in self._runs.values():
             if run in runs:

@@ -61,8 +61,7 @@ class EngineKind:
 
 
 def _is_gguf(path: Path) -> bool:
-    """Judge by the name, so that a damaged file gets a precise error later, or by the first
-    bytes."""
+    """Judge by the name, so that a damaged file gets a precise error later, or by the magic."""
     if path.suffix.lower() == ".gguf":
         return True
     magic = b"GGUF"
@@ -112,8 +111,7 @@ def _added(module: str) -> EngineKind:
 def load_engine(
     options: EngineOptions, on_progress: OnProgress = lambda _done: None, *, name: str | None = None
 ) -> Engine:
-    """Load a model with the first engine that takes it, or with the engine `name`; raises
-    ModelError."""
+    """Load a model with the engine `name`, or the first one that takes it; raises ModelError."""
     return _kind_of(options.path, name).load(options, on_progress)
 
 

@@ -9,8 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from rekindle.engine.base import Row
+from rekindle.engine.sampling import native
 from rekindle.engine.sampling.sampler import TokenSampler, build_step_sampler
 from rekindle.protocol.requests import SamplingParams
 from tests.engine.sampling.reference import probabilities
@@ -89,6 +92,11 @@ DISTRIBUTIONS = {
     "top p, hot": SamplingParams(temperature=3, top_p=0.5, seed=4),
     "top k": SamplingParams(temperature=1, top_p=1, top_k=7, seed=5),
     "min p": SamplingParams(temperature=1.5, top_p=1, min_p=0.1, seed=6),
+    "typical p": SamplingParams(temperature=1, top_p=1, typical_p=0.4, seed=10),
+    "typical p, min p": SamplingParams(temperature=1, top_p=1, typical_p=0.3, min_p=0.5, seed=11),
+    "typical p, hot": SamplingParams(
+        temperature=2, top_p=0.7, top_k=100, typical_p=0.6, min_p=0.01, seed=12
+    ),
     "all of them": SamplingParams(temperature=1.2, top_p=0.8, top_k=20, min_p=0.02, seed=7),
 }
 
@@ -242,3 +250,51 @@ def test_replay_continues_a_reply_and_forgets_later_tokens(
     reply = [sampler.sample(row.copy()).token for row in rows]
     sampler.replay(reply[:5])
     assert [sampler.sample(row.copy()).token for row in rows[5:]] == reply[5:]
+
+
+def test_a_seed_gives_the_same_tokens_in_every_version() -> None:
+    """Compiled code draws these tokens since the first version."""
+    if native.load() is None:
+        return  # NumPy draws other tokens
+    row = (3 * np.random.default_rng(1).standard_normal(2000)).astype(np.float32)
+    for sampling, expected in (
+        (SamplingParams(seed=1), [860, 860, 860, 1408, 1705, 860, 1408, 860]),
+        (
+            SamplingParams(seed=2, temperature=1.5, top_p=0.95, min_p=0.01),
+            [860, 273, 1564, 1564, 1595, 860, 1705, 1823],
+        ),
+        (
+            SamplingParams(seed=3, top_k=40, temperature=1.2),
+            [860, 860, 1947, 1781, 1020, 860, 860, 860],
+        ),
+        (
+            SamplingParams(
+                seed=4, temperature=1, top_p=1, repetition_penalty=1.3, presence_penalty=0.5
+            ),
+            [889, 1564, 1408, 1020, 860, 1947, 1649, 989],
+        ),
+    ):
+        assert tokens(sampling, row, prompt=tuple(range(50)), count=8) == expected
+
+
+def test_a_greedy_choice_is_made_among_the_typical_tokens() -> None:
+    """The highest of many nearly equal tokens tells less than the average one."""
+    row = np.array([3.0] + [0.0] * 60 + [-9.0], np.float32)
+    assert tokens(SamplingParams(temperature=0), row, count=2) == [0, 0]
+    assert tokens(SamplingParams(temperature=0, typical_p=0.3), row, count=2) == [1, 1]
+    assert tokens(SamplingParams(temperature=0, typical_p=0.99), row, count=2) == [0, 0]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(
+    st.lists(st.integers(-24, 24), min_size=1, max_size=60, unique=True),
+    st.floats(0.01, 0.99),
+    st.sampled_from([0, 5]),
+)
+def test_the_typical_tokens_are_those_of_the_sorted_row(
+    eighths: list[int], share: float, top_k: int
+) -> None:
+    row = np.array(eighths, np.float32) / np.float32(8)
+    sampling = SamplingParams(temperature=1e9, top_p=1, top_k=top_k, typical_p=share, seed=1)
+    drawn = set(tokens(sampling, row, count=40))
+    assert drawn <= set(probabilities(row, sampling))

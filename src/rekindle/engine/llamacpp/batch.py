@@ -44,13 +44,11 @@ class _Picture:
         return self.position + max(min(tokens, self.columns), -(-tokens // self.columns))
 
 
+@dataclass(frozen=True, slots=True)
 class SequencePositions:
-    """The positions of one sequence. Immutable."""
+    """The positions of one sequence. Without pictures they are the numbers of its tokens."""
 
-    __slots__ = ("_pictures",)
-
-    def __init__(self, pictures: tuple[_Picture, ...] = ()) -> None:
-        self._pictures = pictures
+    _pictures: tuple[_Picture, ...] = ()
 
     def of(self, token: int) -> int:
         """Return the position of a token, or of text that would follow."""
@@ -107,13 +105,6 @@ class SequencePositions:
         if [grown.of(token + number) for number in range(tokens)] != cells["position"].tolist():
             raise CorruptBlock("a block belongs to other positions")
         return grown
-
-
-class SlotPositions(dict[int, SequencePositions]):
-    """Positions by slot. A missing slot has no pictures, so its positions are token numbers."""
-
-    def __missing__(self, slot: int) -> SequencePositions:
-        return SequencePositions()
 
 
 def join_places(vectors: Matrix, places: Places) -> Matrix:

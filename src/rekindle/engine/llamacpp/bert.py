@@ -187,8 +187,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A transformer layer. A shard has some heads and some inner columns, and one thread can
-    compute it."""
+    """A transformer layer. One thread can compute a shard: some heads and some inner columns."""
 
     shards: int
     heads: int  # of a shard

@@ -105,6 +105,7 @@ LogCallback = CFUNCTYPE(None, c_int, c_char_p, c_void_p)
 ProgressCallback = CFUNCTYPE(c_bool, c_float, c_void_p)
 
 _P = c_void_p  # llama.cpp objects are opaque pointers
+_STATE_ARGUMENTS = [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32]
 
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_print_system_info": (c_char_p, []),
@@ -138,14 +139,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_memory_seq_pos_min": (c_int32, [_P, c_int32]),
     "llama_memory_seq_pos_max": (c_int32, [_P, c_int32]),
     "llama_state_seq_get_size_ext": (c_size_t, [_P, c_int32, c_uint32]),
-    "llama_state_seq_get_data_ext": (
-        c_size_t,
-        [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32],
-    ),
-    "llama_state_seq_set_data_ext": (
-        c_size_t,
-        [_P, POINTER(c_uint8), c_size_t, c_int32, c_uint32],
-    ),
+    "llama_state_seq_get_data_ext": (c_size_t, _STATE_ARGUMENTS),
+    "llama_state_seq_set_data_ext": (c_size_t, _STATE_ARGUMENTS),
     "llama_decode": (c_int32, [_P, LlamaBatch]),
     "llama_set_causal_attn": (None, [_P, c_bool]),
     "llama_set_n_threads": (None, [_P, c_int32, c_int32]),
@@ -163,10 +158,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_vocab_get_add_bos": (c_bool, [_P]),
     "llama_vocab_get_add_eos": (c_bool, [_P]),
     "llama_vocab_get_add_sep": (c_bool, [_P]),
-    "llama_tokenize": (
-        c_int32,
-        [_P, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool],
-    ),
+    "llama_tokenize": (c_int32, [_P, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool]),
     "llama_token_to_piece": (c_int32, [_P, c_int32, c_char_p, c_int32, c_int32, c_bool]),
     "ggml_quantize_chunk": (c_size_t, [c_int, _P, _P, c_int64, c_int64, c_int64, _P]),
     "gguf_init_from_file": (_P, [c_char_p, GgufInitParams]),

@@ -42,11 +42,10 @@ class Numerics:
     def of(
         cls, model: LlamaModel, options: EngineOptions, step_tokens: int, kv_type: KvType
     ) -> Numerics:
-        """Thread counts and sizes of contexts and pools are not included: no bit depends on
-        them."""
+        """Leaves out thread counts and sizes of contexts and pools: no bit depends on them."""
         return cls(
             state_format=STATE_FORMAT,
-            library=_digest(*library_files(bindings.library_path())),
+            library=_library_digest(bindings.library_path()),
             backends=_backends(model.library),
             gpu_layers=min(model.gpu_layers(options), model.layers + 1),  # + 1: the output layer
             kv_type=kv_type,
@@ -75,10 +74,9 @@ def library_files(path: Path) -> list[Path]:
     return sorted(siblings | {library})
 
 
-@cache
-def _digest(*files: Path) -> bytes:
-    """Hash files once per process: a loaded library does not change."""
-    return _hash(*files)
+@cache  # a loaded library does not change
+def _library_digest(path: Path) -> bytes:
+    return _hash(*library_files(path))
 
 
 def _hash(*files: Path) -> bytes:
@@ -86,8 +84,7 @@ def _hash(*files: Path) -> bytes:
 
 
 def _backends(library: Any) -> tuple[str, ...]:
-    """List the instruction sets and devices. A GPU counts even without layers, because large
-    batches may run there."""
+    """List instruction sets and devices. A GPU without layers counts: it may run large batches."""
     devices = (library.ggml_backend_dev_get(n) for n in range(library.ggml_backend_dev_count()))
     others = (
         library.ggml_backend_dev_name(device) + b" " + library.ggml_backend_dev_description(device)

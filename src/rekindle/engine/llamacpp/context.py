@@ -8,7 +8,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import partial
 from math import inf
 from statistics import fmean
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 
 from rekindle.engine.base import Blob, Matrix
 from rekindle.engine.llamacpp import bindings
-from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows, SlotPositions, split_places
+from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows, SequencePositions, split_places
 from rekindle.engine.llamacpp.state import cut_cells
 from rekindle.errors import EngineBroken, ModelError, PoolFull
 from rekindle.memory import Allocate, plain_memory
@@ -123,8 +122,7 @@ class ThreadChoice:
 
 
 class Memory:
-    """The cells of a native context, addressed by slot and position. `flags` select the kind of
-    state."""
+    """The cells of a native context, by slot and position. `flags` select the kind of state."""
 
     def __init__(self, library: Any, native: int) -> None:
         self._library = library
@@ -188,18 +186,11 @@ class Shape:
     may_use_fewer: bool = False  # threads, while other programs want a core
     batch: int  # largest number of rows in one native call
     spare_cells: int = 0  # additional cells that no sequence may hold
+    size_bytes: int = 0  # memory of the cells; only of shapes that are built on demand
     kv_type: str = "f16"
     original_tokens: int = 0  # of a LongRoPE model; 0: the value in the file
     recurrent: bool = False  # some state belongs to one position and cannot be cut
     has_places: bool = False  # tokens of a picture share a position and have a place each (M-RoPE)
-
-
-@dataclass(frozen=True, slots=True)
-class ContextSize:
-    """A context that may be built, and the memory of its cells."""
-
-    shape: Shape
-    size_bytes: int
 
 
 class Context:
@@ -216,7 +207,7 @@ class Context:
         self.scratch = shape.sequences  # one more than the slots of sequences
         self._batch = BatchArrays(shape.batch)
         self._native: int | None = None
-        self.positions = SlotPositions()
+        self.positions = defaultdict[int, SequencePositions](SequencePositions)  # by slot
         self._logits: dict[tuple[int, int], Matrix] = {}  # views by address and rows
         self._build()
 
@@ -238,9 +229,10 @@ class Context:
                 "lower --max-model-len, --parallel or --kv-fraction"
             )
         self._native = native
-        adapts = self.shape.may_use_fewer and self.shape.threads > 1
-        set_threads = partial(_set_threads, self._library, native)
-        self._threads = StepThreads(self.shape.threads, set_threads) if adapts else None
+        self._threads: StepThreads | None = None
+        if self.shape.may_use_fewer and self.shape.threads > 1:
+            set_threads = self._library.llama_set_n_threads
+            self._threads = StepThreads(self.shape.threads, lambda n: set_threads(native, n, n))
         self.memory = Memory(self._library, native)
         self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
 
@@ -289,8 +281,7 @@ class Context:
         _check(self._compute(self._batch.advance(tokens), replies=len(tokens)))
 
     def _compute(self, batch: bindings.LlamaBatch, *, replies: int) -> int:
-        """Run the native call and return its status. `replies` is the number of rows of a pure
-        decode step, otherwise 0."""
+        """Return the status of the native call. `replies` is 0 unless the step only decodes."""
         if self._threads is None:
             return int(self._library.llama_decode(self.native, batch))
         self._threads.begin(replies)
@@ -317,10 +308,6 @@ class Context:
         stop = positions.of(tokens)
         self.memory.copy(source, into, 0, stop)
         self.positions[into] = positions.first(tokens)
-
-    def whole(self, slot: int, tokens: int) -> int:
-        """Return the largest cut point up to `tokens` that is not inside a picture."""
-        return self.positions[slot].whole(tokens)
 
     def remove(self, slot: int, start: int = 0) -> None:
         """Remove the tokens of a slot from `start` on."""
@@ -401,10 +388,6 @@ class Context:
             view = np.frombuffer(rows, np.float32).reshape(count, vocabulary_size)
             self._logits[first, count] = view
         return self._logits[first, count]
-
-
-def _set_threads(library: Any, native: int, threads: int) -> None:
-    library.llama_set_n_threads(native, threads, threads)
 
 
 def _check(status: int) -> None:

@@ -24,53 +24,49 @@ class TensorPlace:
     size_bytes: int
 
 
+_GGUF_READERS = {
+    bindings.GGUF_UINT32: "gguf_get_val_u32",
+    bindings.GGUF_FLOAT32: "gguf_get_val_f32",
+    bindings.GGUF_STRING: "gguf_get_val_str",
+}
+
+
 class GgufHeader:
-    """The header of a GGUF file, read before the model is loaded. It is empty if the file is
-    unreadable."""
+    """The header of a GGUF file that is not loaded yet. Empty if the file is unreadable."""
 
     def __init__(self, library: Any, native: int | None) -> None:
         self._library = library
         self._native = native
 
     def number(self, key: str) -> int:
-        index = self._find(key, bindings.GGUF_UINT32)
-        return 0 if index is None else int(self._library.gguf_get_val_u32(self._native, index))
+        return int(self._value(key, bindings.GGUF_UINT32) or 0)
 
     def real(self, key: str) -> float:
-        index = self._find(key, bindings.GGUF_FLOAT32)
-        return 0.0 if index is None else float(self._library.gguf_get_val_f32(self._native, index))
+        return float(self._value(key, bindings.GGUF_FLOAT32) or 0)
 
     def text(self, key: str) -> str:
-        index = self._find(key, bindings.GGUF_STRING)
-        if index is None:
-            return ""
-        value: bytes = self._library.gguf_get_val_str(self._native, index)
+        value: bytes = self._value(key, bindings.GGUF_STRING) or b""
         return value.decode(errors="replace")
 
-    def has_tensor(self, name: str) -> bool:
+    def _value(self, key: str, kind: int) -> Any:
+        """Return None if absent. ggml ends the process if a value is read as another type."""
         if not self._native:
-            return False
-        return bool(self._library.gguf_find_tensor(self._native, name.encode()) >= 0)
+            return None
+        index = self._library.gguf_find_key(self._native, key.encode())
+        if index < 0 or self._library.gguf_get_kv_type(self._native, index) != kind:
+            return None
+        return getattr(self._library, _GGUF_READERS[kind])(self._native, index)
 
     def place(self, name: str) -> TensorPlace | None:
-        if not self.has_tensor(name):
+        index = self._library.gguf_find_tensor(self._native, name.encode()) if self._native else -1
+        if index < 0:
             return None
-        index = self._library.gguf_find_tensor(self._native, name.encode())
         start = self._library.gguf_get_data_offset(self._native)
         return TensorPlace(
             kind=int(self._library.gguf_get_tensor_type(self._native, index)),
             offset_bytes=start + self._library.gguf_get_tensor_offset(self._native, index),
             size_bytes=int(self._library.gguf_get_tensor_size(self._native, index)),
         )
-
-    def _find(self, key: str, kind: int) -> int | None:
-        """Return the index of a key. ggml ends the process if a value is read as another type."""
-        if not self._native:
-            return None
-        index = int(self._library.gguf_find_key(self._native, key.encode()))
-        if index < 0 or self._library.gguf_get_kv_type(self._native, index) != kind:
-            return None
-        return index
 
 
 @contextmanager
@@ -98,8 +94,7 @@ class RopeChoice:
 
     @property
     def overrides(self) -> Any:
-        """Override the original context length by one that is below, or above, that of every
-        context."""
+        """Force the factors by an original length that is below, or above, every context."""
         forced = 1 if self.factors == "long" else (1 << 31) - 1
         override = bindings.KvOverride(bindings.OVERRIDE_INT, self.key.encode())
         override.value.number = forced
@@ -107,8 +102,8 @@ class RopeChoice:
 
 
 def choose_rope(library: Any, options: EngineOptions) -> RopeChoice | None:
-    """Return None for a model with one set of factors, and for a file that llama.cpp cannot
-    read."""
+    """Choose the factors by the context length. None for a model with one set of factors, and
+    for an unreadable file."""
     files = [options.path.with_name(name) for name in split_names(options.path.name)]
     if not any(_has_long_factors(library, file) for file in files):
         return None
@@ -124,7 +119,7 @@ def choose_rope(library: Any, options: EngineOptions) -> RopeChoice | None:
 
 def _has_long_factors(library: Any, file: Path) -> bool:
     with open_header(library, file) as header:
-        return header.has_tensor("rope_factors_long.weight")
+        return header.place("rope_factors_long.weight") is not None
 
 
 class LlamaModel:

@@ -100,8 +100,7 @@ class DeviceParking:
         sequence.is_parked = False
 
     def _free(self, slot: int) -> None:
-        """Release the device memory of an empty slot. llama.cpp frees it when a smaller state
-        replaces it."""
+        """Release the device memory of an empty slot, by replacing its state with a smaller one."""
         memory = self._pool.context.memory
         memory.write(slot, self._one_token, bindings.WHOLE_STATE)
         memory.read(slot, bindings.STATE_ON_DEVICE)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from rekindle.engine.base import KvType
 from rekindle.engine.cells import Cells
-from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
+from rekindle.engine.llamacpp.context import Context, Shape
 from rekindle.errors import ModelError, NoMemory, PoolFull
 
 Built = TypeVar("Built")
@@ -22,7 +22,7 @@ class Pool:
     def __init__(self, library: Any, model: int, shape: Shape) -> None:
         self.context = Context(library, model, shape)
         self.cells = Cells(shape.cells)
-        self._slots = _all_slots(shape)
+        self._slots = list(reversed(range(shape.sequences)))
 
     @property
     def is_empty(self) -> bool:
@@ -47,14 +47,14 @@ class Pool:
     def rebuild(self) -> None:
         self.context.rebuild()
         self.cells.clear()
-        self._slots = _all_slots(self.context.shape)
+        self._slots = list(reversed(range(self.context.shape.sequences)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherPools:
-    """Sizes and common memory budget of the pools of non-default KV types."""
+    """Shapes and common memory budget of the pools of non-default KV types."""
 
-    sizes: Mapping[KvType, ContextSize]
+    shapes: Mapping[KvType, Shape]
     budget_bytes: int
 
 
@@ -89,28 +89,28 @@ class Pools:
 
     def free_tokens(self, kv_type: KvType) -> int:
         pool = self._built.get(kv_type)
-        return pool.cells.free if pool else self._others.sizes[kv_type].shape.cells
+        return pool.cells.free if pool else self._others.shapes[kv_type].cells
 
     def open(self, kv_type: KvType) -> int:
         """Return a free slot of a type's pool; raises PoolFull or NoMemory."""
         if kv_type not in self._built:
-            self._built[kv_type] = self._build_pool(self._others.sizes[kv_type])
+            self._built[kv_type] = self._build_pool(self._others.shapes[kv_type])
         self._unused.discard(kv_type)
         return self._built[kv_type].open()
 
-    def _build_pool(self, size: ContextSize) -> Pool:
-        if self._held_bytes + size.size_bytes > self._others.budget_bytes:
+    def _build_pool(self, shape: Shape) -> Pool:
+        if self._held_bytes + shape.size_bytes > self._others.budget_bytes:
             self._unused = self._empty
             self.release_idle()
         left_bytes = self._others.budget_bytes - self._held_bytes
         free_bytes = min(left_bytes, self._free_bytes())
         build = partial(Pool, self._library, self._model)
-        return _build(build, size, free_bytes, NoMemory.for_kv_type)
+        return _build(build, shape, free_bytes, NoMemory.for_kv_type)
 
     @property
     def _held_bytes(self) -> int:
-        sizes = self._others.sizes
-        return sum(sizes[kv_type].size_bytes for kv_type in self._built if kv_type in sizes)
+        pools = self._built.values()
+        return sum(pool.context.shape.size_bytes for pool in pools if pool is not self.default)
 
     @property
     def _empty(self) -> set[KvType]:
@@ -137,13 +137,9 @@ class Pools:
             pool.context.close()
 
 
-def _all_slots(shape: Shape) -> list[int]:
-    return list(reversed(range(shape.sequences)))
-
-
 def _build(
     build: Callable[[Shape], Built],
-    size: ContextSize,
+    shape: Shape,
     free_bytes: int,
     error: Callable[[int], NoMemory],
 ) -> Built:
@@ -151,19 +147,19 @@ def _build(
 
     Asks for free memory first, because Linux overcommits and then kills the process.
     """
-    if free_bytes < size.size_bytes:
-        raise error(size.size_bytes)
+    if free_bytes < shape.size_bytes:
+        raise error(shape.size_bytes)
     try:
-        return build(size.shape)
+        return build(shape)
     except ModelError:
-        raise error(size.size_bytes) from None
+        raise error(shape.size_bytes) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExactBudget:
-    """Number of contexts for exact sequences, and the size of one for each KV type."""
+    """Number of contexts for exact sequences, and the shape of one for each KV type."""
 
-    sizes: Mapping[KvType, ContextSize]
+    shapes: Mapping[KvType, Shape]
     contexts: int
 
 
@@ -205,8 +201,8 @@ class ExactContexts:
         self._unused = min(self._unused, len(self._idle))
         if idle is None:
             build = partial(Context, self._library, self._model)
-            size = self._budget.sizes[kv_type]
-            idle = _build(build, size, self._free_bytes(), NoMemory.for_exact_context)
+            shape = self._budget.shapes[kv_type]
+            idle = _build(build, shape, self._free_bytes(), NoMemory.for_exact_context)
         idle.clear()
         slot = next(n for n in range(len(self._open) + 1) if n not in self._open)
         self._open[slot] = idle

@@ -12,7 +12,7 @@ from rekindle.engine.llamacpp.context import Context
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.parking import DeviceParking
 from rekindle.engine.llamacpp.pools import ExactContexts, Pools
-from rekindle.engine.llamacpp.sizes import Sizes, evenly_free_bytes, free_bytes, measure_layout
+from rekindle.engine.llamacpp.sizes import Sizes, free_bytes, measure_layout
 from rekindle.engine.llamacpp.state import BlockLayouts
 from rekindle.errors import EngineBroken, PoolFull
 from rekindle.memory import Allocate
@@ -30,6 +30,7 @@ class LlamaSequences:
         self.exact = ExactContexts(library, native, sizes.exact, free)
         measure = partial(measure_layout, model, options)
         self.layouts = BlockLayouts(library, sizes.layouts, options.kv_type, measure)
+        self.requantise = self.layouts.requantise
         self.allocate = allocate
         self._kv_type = options.kv_type
         self._can_truncate = model.can_truncate
@@ -39,7 +40,7 @@ class LlamaSequences:
                 self.pools.default,
                 sizes.park_tokens,
                 sizes.layouts[options.kv_type].each,
-                partial(evenly_free_bytes, model),
+                partial(free_bytes, model, spread_evenly=True),
                 self.reset_when_broken,
             )
 
@@ -123,11 +124,6 @@ class LlamaSequences:
             self.pools[into.kv_type].cells.append(slot, tokens)
         into.length = stop
 
-    def requantise(
-        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
-    ) -> bytes:
-        return self.layouts.requantise(blob, tokens, source, target, resumable=resumable)
-
     def context_of(self, sequence: Sequence) -> tuple[Context, int]:
         if sequence.exact:
             return self.exact[sequence.slot], 0
@@ -173,5 +169,5 @@ def _scatter(sequence: Sequence, scattered_from: int | None) -> None:
 def _check_whole(context: Context, slot: int, tokens: int) -> None:
     """Refuse a cut inside an image whose tokens share a position. It would copy cells, which other
     sequences may share."""
-    if context.whole(slot, tokens) != tokens:
+    if context.positions[slot].whole(tokens) != tokens:
         raise ValueError("a shared sequence cannot be cut inside an image of this model")

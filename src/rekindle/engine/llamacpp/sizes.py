@@ -10,7 +10,7 @@ from typing import Any
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import BatchRows
-from rekindle.engine.llamacpp.context import Context, ContextSize, Shape
+from rekindle.engine.llamacpp.context import Context, Shape
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.pools import ExactBudget, OtherPools
 from rekindle.engine.llamacpp.state import BlockLayout, read_layout
@@ -109,8 +109,7 @@ def _park_fraction(model: LlamaModel, options: EngineOptions) -> float:
 
 
 def _sequences(model: LlamaModel, parallel: int, *, parks: bool) -> int:
-    """Return the number of slots for running and idle sequences. Recurrent state costs memory for
-    each slot, used or not."""
+    """Return the number of slots. With recurrent state, an unused one costs memory too."""
     idle = (64 if parks else 32) if model.can_truncate else 0
     return min(parallel + idle, bindings.MAX_SEQUENCES - 1)
 
@@ -137,33 +136,32 @@ def _other_pools(
 ) -> OtherPools:
     """Size the other pools by what the default pool leaves of the KV budget. Each has at most the
     cells of the default pool, and at least one context."""
-    sizes = {}
+    shapes = {}
     for kv_type, state in layouts.items():
         if kv_type != default.kv_type:
             affordable = max(left_bytes, 0) // max(state.each, 1)
             cells = max(context, min(default.cells, affordable))
-            sizes[kv_type] = _sized(replace(default, cells=cells, kv_type=kv_type), state)
-    one = max((size.size_bytes for size in sizes.values()), default=0)
-    return OtherPools(sizes=sizes, budget_bytes=max(left_bytes, one))
+            shapes[kv_type] = _sized(replace(default, cells=cells, kv_type=kv_type), state)
+    one = max((shape.size_bytes for shape in shapes.values()), default=0)
+    return OtherPools(shapes=shapes, budget_bytes=max(left_bytes, one))
 
 
 def _exact_budget(
     shape: Shape, layouts: Mapping[KvType, BlockLayout], left_bytes: int, *, most: int
 ) -> ExactBudget:
     """Spend what the pool leaves of the KV budget, and allow at least one context."""
-    sizes = {name: _sized(replace(shape, kv_type=name), layouts[name]) for name in layouts}
-    contexts = min(max(left_bytes // sizes[shape.kv_type].size_bytes, 1), most)
-    return ExactBudget(sizes=sizes, contexts=contexts)
+    shapes = {name: _sized(replace(shape, kv_type=name), layouts[name]) for name in layouts}
+    contexts = min(max(left_bytes // shapes[shape.kv_type].size_bytes, 1), most)
+    return ExactBudget(shapes=shapes, contexts=contexts)
 
 
-def _sized(shape: Shape, state: BlockLayout) -> ContextSize:
+def _sized(shape: Shape, state: BlockLayout) -> Shape:
     size_bytes = shape.cells * state.each + (shape.sequences + 1) * state.checkpoint
-    return ContextSize(shape, max(size_bytes, 1))
+    return replace(shape, size_bytes=max(size_bytes, 1))
 
 
 def measure_layout(model: LlamaModel, options: EngineOptions, kv_type: KvType) -> BlockLayout:
-    """Read the block layout of a KV type from blocks of one and two tokens in a temporary
-    context."""
+    """Measure blocks of one and two tokens of a KV type in a temporary context."""
     shape = replace(_smallest_shape(model, options), kv_type=kv_type)
     context = Context(model.library, model.native, shape)
     try:
@@ -188,18 +186,10 @@ def _smallest_shape(model: LlamaModel, options: EngineOptions) -> Shape:
     )
 
 
-def evenly_free_bytes(model: LlamaModel) -> int:
-    """Return the free memory for cells that are spread evenly over all GPUs. The fullest GPU limits
-    it."""
+def free_bytes(model: LlamaModel, *, spread_evenly: bool = False) -> int:
+    """Return the free memory of the devices that hold the KV cells, after the weights are loaded.
+    The fullest GPU limits cells that are spread evenly over all GPUs."""
     if not model.on_gpu:
         return host_free_bytes()
     free = [gpu.free_bytes for gpu in find_gpus(model.library)]
-    return min(free, default=0) * len(free)
-
-
-def free_bytes(model: LlamaModel) -> int:
-    """Return the free memory of the device that holds the KV cells, after the weights are
-    loaded."""
-    if not model.on_gpu:
-        return host_free_bytes()
-    return sum(gpu.free_bytes for gpu in find_gpus(model.library))
+    return min(free, default=0) * len(free) if spread_evenly else sum(free)

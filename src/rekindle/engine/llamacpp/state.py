@@ -118,8 +118,7 @@ def _read_section(view: memoryview, cell_bytes: int) -> Iterator[tuple[LayerRows
 
 
 def read_cells(state: Blob) -> np.ndarray[Any, Any]:
-    """Return the records of cells with places, from the first section. Cells of a picture have
-    token -1."""
+    """Return the records of the first section, with places. Cells of a picture have token -1."""
     view = memoryview(state).cast("B")
     _, cells = _COUNTS.unpack_from(view, bindings.STATE_HEADER_BYTES)
     at = bindings.STATE_HEADER_BYTES + _COUNTS.size
@@ -219,8 +218,7 @@ def _rotated(values: Floats, size: int) -> Floats:
 
 
 class BlockLayouts:
-    """The block layouts of all KV types. The sizes of every type are known. Rotations are measured
-    when a type is first converted."""
+    """The block layouts of all KV types. Rotations are measured when a type is first converted."""
 
     def __init__(
         self,
@@ -238,7 +236,7 @@ class BlockLayouts:
         return self._sizes[kv_type]
 
     def requantise(
-        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool
+        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
     ) -> bytes:
         if BITS[target] >= BITS[source]:
             raise ValueError(f"{target} cells do not have fewer bits than {source} cells")

@@ -13,7 +13,7 @@ NO_TOKEN = -1
 
 
 class LlamaTokenizer:
-    """Thread-safe, because the native tokenizer keeps no state between calls."""
+    """Implements `tokens.Tokenizer`. The native tokenizer keeps no state, so it is thread-safe."""
 
     def __init__(self, library: Any, model: int) -> None:
         self._library = library
@@ -46,19 +46,16 @@ class LlamaTokenizer:
 
     @cached_property
     def longest_bytes(self) -> int:
-        """Largest number of bytes of text that one token stands for."""
         return max((len(self.text(token).encode()) for token in range(self.size)), default=1) or 1
 
     def text(self, token: int | None) -> str:
-        """Return the token as the vocabulary spells it, or an empty text for None."""
         if token is None or not self._has_text:
             return ""
         raw: bytes = self._library.llama_vocab_get_text(self._vocab, token)
         return raw.decode(errors="replace")
 
     def encode(self, text: str, *, special: bool, add_special: bool = False) -> list[int]:
-        """Tokenize a text. With `special`, the text of a control token becomes that token. With
-        `add_special`, the tokens that the model wants around a text are added."""
+        """Tokenize a text. `add_special` adds the tokens that the model wants around it."""
         if not self._has_text:
             raise BadRequest("this model has no tokenizer; send token ids", param="prompt")
         raw = text.encode("utf-8", errors="replace")  # a lone surrogate has no UTF-8 form
@@ -69,7 +66,8 @@ class LlamaTokenizer:
         )
         if count < 0:
             raise BadRequest("the tokenizer cannot encode this text", param="messages")
-        return list(tokens[:count])
+        ids: list[int] = tokens[:count]
+        return ids
 
     def pair(self, query: str, document: str) -> list[int]:
         library, vocab = self._library, self._vocab
@@ -82,7 +80,6 @@ class LlamaTokenizer:
         return [*start, *first, *end, *separator, *second, *(end or separator)]
 
     def piece(self, token: int, *, special: bool) -> bytes:
-        """Return the bytes of a token. A control token has none unless `special`."""
         known = self._pieces.get((token, special))
         if known is None:
             known = self._pieces[token, special] = self._read_piece(token, special)

@@ -202,8 +202,7 @@ class Projector:
             self._native = 0
 
     def tokens(self, width: int, height: int, digest: bytes) -> Tokens:
-        """Return the tokens of a picture of this size; raises BadRequest if it cannot be
-        encoded."""
+        """Return the tokens of a picture; raises BadRequest if it cannot be encoded."""
         parts = self._parts(width, height)
         spans = sum(part.vectors > 0 for part in parts)
         digests = iter([digest] if spans == 1 else [_span_digest(digest, n) for n in range(spans)])
@@ -244,8 +243,7 @@ class Projector:
     def _chunks(
         self, width: int, height: int, pixels: bytes | None, *, copies: int = 1
     ) -> Iterator[list[int]]:
-        """Split a picture as mtmd does. Without pixels its tokens can be counted, but not
-        encoded."""
+        """Split a picture as mtmd does. Without pixels its tokens can only be counted."""
         library = self._library
         buffer = None
         if pixels is not None:
@@ -268,8 +266,7 @@ class Projector:
             library.mtmd_bitmap_free(bitmap)
 
     def shape(self, tokens: Seq[int]) -> tuple[int, int]:
-        """Return the shape of the vectors of these tokens. llama.cpp reads that much without a
-        check."""
+        """Return the shape of the vectors of these tokens, which llama.cpp does not check."""
         return len(tokens), self._width + self.has_places * PLACE
 
     def encode(self, picture: Picture) -> list[Matrix]:

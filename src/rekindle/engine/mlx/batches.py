@@ -10,14 +10,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
 
-from rekindle.engine.base import KvType, Row, Work
+from rekindle.engine.base import KvType, Row, Sequence, Work
 from rekindle.engine.mlx.layers import STEP
-from rekindle.engine.mlx.sequences import Caches, MlxSequence
+
+Caches = list[Any]  # mlx_lm's cache of each layer, of one sequence
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class MlxSequence(Sequence):
+    """A sequence with its state in its own caches, in a row of a batch, or briefly in both."""
+
+    caches: Caches | None  # None: only the batch has the current state
+    batch: DecodingBatch | None = None
+
+    def read(self) -> Caches:
+        """Return the current state, for reading."""
+        if self.caches is None:
+            assert self.batch is not None
+            self.caches = self.batch.extract(self)
+        return self.caches
+
+    def take(self) -> Caches:
+        """Return the current state, for writing. It leaves its batch."""
+        caches = self.read()
+        self.leave_batch()
+        return caches
+
+    def leave_batch(self) -> None:
+        if self.batch is not None:
+            self.batch.discard(self)
+            self.batch = None
 
 
 def can_batch(caches: Caches) -> bool:
@@ -42,8 +70,7 @@ class DecodingBatch:
         self._caches: Caches = []
 
     def step(self, tokens: dict[MlxSequence, int]) -> tuple[list[MlxSequence], mx.array]:
-        """Append a token to each of these sequences. Returns the sequences of the rows, and the
-        lazy logits."""
+        """Append a token to each sequence. Returns the sequences of the rows, and lazy logits."""
         self._arrange(list(tokens))
         rows = [row for row in self._rows if row is not None]
         inputs = mx.array([[tokens[row]] for row in rows])

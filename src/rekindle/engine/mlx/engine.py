@@ -7,6 +7,7 @@ only on its own tokens.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -15,7 +16,6 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 
 from rekindle.engine.base import (
-    Capabilities,
     EngineOptions,
     KvType,
     Matrix,
@@ -29,7 +29,7 @@ from rekindle.engine.base import (
 from rekindle.engine.mlx import memory
 from rekindle.engine.mlx.batches import Computation, DecodingBatches, can_batch
 from rekindle.engine.mlx.layouts import Layouts
-from rekindle.engine.mlx.model import LoadedModel, load_model
+from rekindle.engine.mlx.model import load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
@@ -54,69 +54,26 @@ class MlxEngine:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
-        self._device = memory.choose_device(options.gpu_layers)
+        device = memory.choose_device(options.gpu_layers)
         loaded = load_model(options, on_progress)
         self._model = loaded.model
         self.tokenizer = load_tokenizer(options.path, loaded.vocabulary_size)
         self.chat_template = self.tokenizer.chat_template
-        self._layouts = Layouts(loaded.model, loaded.fingerprint)
-        self._kv_type = self._layouts.named(options.kv_type)
-        sizes = memory.choose_sizes(
-            options,
-            self._layouts.kv,
-            self._kv_type,
-            trained_tokens=loaded.context_tokens,
-            device=self._device,
-        )
-        memory.wire(self._device)
-        memory.limit_spare_buffers(sizes)
-        self.capabilities = self._describe(sizes, loaded)
-        free_bytes = partial(memory.free_bytes, self._device)
-        self._batches = self._empty_batches()
-        self.sequences = MlxSequences(
-            self._layouts,
-            sizes.pools,
-            self._kv_type,
-            self._batches,
-            shared=sizes.sequences,
-            exact=sizes.exact_sequences,
-            free_bytes=free_bytes,
-        )
-        self.state_files = PromptCaches(self._layouts, self._kv_type, free_bytes)
-        busy_cores = 0 if self._device == "gpu" else options.threads
+        layouts = Layouts(loaded.model, loaded.fingerprint)
+        self.capabilities, pools = memory.plan_memory(options, loaded, layouts, device)
+        memory.wire(device)
+        free_bytes = partial(memory.free_bytes, device)
+        self._batches = {
+            kv_type: DecodingBatches(self._model, pads=layout.token_bytes > 0)
+            for kv_type, layout in layouts.kv.items()
+            if can_batch(layouts.make_caches(kv_type))
+        }
+        self.sequences = MlxSequences(layouts, self.capabilities, pools, self._batches, free_bytes)
+        self.state_files = PromptCaches(layouts, self.capabilities.kv_type, free_bytes)
+        busy_cores = 0 if device == "gpu" else options.threads
         self._step_sampler = build_step_sampler(busy_cores)
         #: Called with the raw logits of every sampled token, so that tests can compare bits.
         self.observe: Callable[[Sequence, Row], None] | None = None
-
-    def _describe(self, sizes: memory.MlxSizes, loaded: LoadedModel) -> Capabilities:
-        return Capabilities(
-            block_tokens=sizes.block_tokens,
-            step_tokens=sizes.step_tokens,
-            context_tokens=sizes.context_tokens,
-            batch_tokens=sizes.batch_tokens,
-            pool_tokens=sizes.pools[self._kv_type].cells,
-            sequences=sizes.sequences,
-            exact_sequences=sizes.exact_sequences,
-            can_truncate=self._layouts.can_truncate,
-            device=self._device,
-            kv_type=self._kv_type,
-            kv=self._layouts.kv,
-            shares_cells=False,
-            idle_is_free=True,
-            async_launch=True,
-            architecture=loaded.architecture,
-            parameters=loaded.parameters,
-            quantization=loaded.quantization,
-            gpus=memory.gpus(self._device),
-        )
-
-    def _empty_batches(self) -> dict[KvType, DecodingBatches]:
-        """Return batches for the KV types whose caches have a batch form."""
-        return {
-            kv_type: DecodingBatches(self._model, pads=layout.token_bytes > 0)
-            for kv_type, layout in self._layouts.kv.items()
-            if can_batch(self._layouts.make_caches(kv_type))
-        }
 
     def launch(self, work: Seq[Work]) -> MlxPending:
         if any(item.vectors is not None for item in work):
@@ -138,19 +95,17 @@ class MlxEngine:
         assert isinstance(pending, MlxPending)
         with self.sequences.reset_when_broken():
             rows = pending.computation.wait()
-        work = pending.work
-        chosen = {id(item): item.sampler for item in work if item.sampler is not None}
-        if not chosen:
-            return [None] * len(work)
+        sampling = [item for item in pending.work if item.sampler is not None]
+        if not sampling:
+            return [None] * len(pending.work)
         # A model may have rows for more tokens than its tokenizer knows.
-        logits = np.stack([rows[each][: self.tokenizer.size] for each in chosen])
+        logits = np.stack([rows[id(item)][: self.tokenizer.size] for item in sampling])
         if self.observe is not None:
-            named = {id(item): item.sequence for item in work}
-            for each, row in zip(chosen, logits, strict=True):
-                self.observe(named[each], row)
-        sampled = self._step_sampler.sample(list(chosen.values()), logits)
-        results = dict(zip(chosen, sampled, strict=True))
-        return [results.get(id(item)) for item in work]
+            for item, row in zip(sampling, logits, strict=True):
+                self.observe(item.sequence, row)
+        samplers = [item.sampler for item in pending.work if item.sampler is not None]
+        sampled = iter(self._step_sampler.sample(samplers, logits))
+        return [None if item.sampler is None else next(sampled) for item in pending.work]
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         _refuse_pictures()
@@ -164,11 +119,10 @@ class MlxEngine:
 
 
 def _check_room(work: Seq[Work], free_tokens: Callable[[KvType], int]) -> None:
-    needed: dict[KvType, int] = {}
+    needed = Counter[KvType]()
     for item in work:
         if not item.sequence.exact:
-            kv_type = item.sequence.kv_type
-            needed[kv_type] = needed.get(kv_type, 0) + len(item.tokens)
+            needed[item.sequence.kv_type] += len(item.tokens)
     if any(tokens > free_tokens(kv_type) for kv_type, tokens in needed.items()):
         raise PoolFull("no free cells for this step")
 

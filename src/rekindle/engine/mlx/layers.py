@@ -250,8 +250,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One array of a recurrent layer. `least` and `most` are its shapes after a short and a longer
-    sequence."""
+    """One array of a recurrent layer, with its shapes after a short and a longer sequence."""
 
     least: tuple[int, ...]
     most: tuple[int, ...]
@@ -309,8 +308,7 @@ Layer = Positions | Window | Chunk | Recurrent
 
 
 def check_kinds(caches: Seq[Any]) -> None:
-    """Raise ModelError for an unknown cache. A derived class may hold more state, so it is
-    unknown."""
+    """Raise ModelError for an unknown cache class. A subclass is unknown: it may hold more."""
     if unknown := sorted({type(cache) for cache in leaves(caches)} - _KINDS, key=str):
         raise ModelError(
             f"this model keeps its state in a {unknown[0].__name__}, which is not supported: "

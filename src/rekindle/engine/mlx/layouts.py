@@ -30,11 +30,7 @@ from rekindle.engine.mlx.quantized_batch import MergingQuantizedKVCache
 from rekindle.engine.mlx.state import StateLayout, block_header, share
 from rekindle.errors import CorruptBlock, ModelError
 
-_FLOAT_NAMES: dict[mx.Dtype, KvType] = {
-    mx.float32: "f32",
-    mx.bfloat16: "bf16",
-    mx.float16: "f16",
-}
+_FLOAT_NAMES: dict[mx.Dtype, KvType] = {mx.float32: "f32", mx.bfloat16: "bf16", mx.float16: "f16"}
 _PROBE = [0] * 16  # tokens of a step that is never computed
 
 
@@ -149,7 +145,7 @@ class Layouts:
         return KvLayout(
             bits=quantisation.bits if quantisation else _dtype(layout).size * 8,
             group_size=quantisation.group_size if quantisation else None,
-            header_bytes=layout.header_bytes,
+            header_bytes=len(block_header(0)),
             token_bytes=layout.token_bytes,
             checkpoint_bytes=layout.checkpoint_bytes,
             fingerprint=blake3(fingerprint + repr(layout).encode()).digest(),
@@ -157,8 +153,7 @@ class Layouts:
 
 
 def _measured(model: Any, caches: list[Any]) -> StateLayout:
-    """Describe two steps lazily: shapes and types are known without computing. Raises
-    ModelError."""
+    """Describe two steps, which are not computed: shapes and types suffice. Raises ModelError."""
     check_kinds(caches)
     model(mx.array([_PROBE[:1]]), cache=caches)
     earlier = share(caches, 1)

@@ -162,8 +162,7 @@ def _quantization(model: Module, config: dict[str, Any]) -> str:
 
 
 def _number(config: dict[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first of these settings that is a positive number, else 0. Looks into the text
-    part too."""
+    """Return the first positive one of these settings, else 0. Looks into the text part too."""
     text = config.get("text_config")
     places = (config, text) if isinstance(text, dict) else (config,)
     found = (place.get(name) for place in places for name in names)

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from rekindle.engine.base import Blob, KvType
 from rekindle.engine.mlx.layers import (
     STEP,
     Chunk,
-    Layer,
     Positions,
     Recurrent,
     Window,
@@ -75,13 +73,7 @@ class PromptCaches:
                 param="file",
             )
         caches = self._layouts.make_caches(self._kv_type)
-        reader = _CacheReader(file, layout.layers, len(tokens))
-        for number, cache in enumerate(caches):
-            reader.check(cache, str(number), file.metadata.get(f"1.{number}", ""))
-        if f"1.{len(caches)}" in file.metadata:
-            raise BadRequest(f"The file has more than the {len(caches)} layers of this model.")
-        _check_count(caches, tokens)
-        return PromptCacheState(layout, caches, tokens, partial(reader.fill, self._free_bytes))
+        return PromptCacheState(file, layout, caches, tokens, self._free_bytes)
 
 
 class PromptCacheWriter:
@@ -94,15 +86,12 @@ class PromptCacheWriter:
         self._length = 0
 
     def append(self, blob: Blob, tokens: int, *, resumable: bool = False) -> None:
-        """Append a block; raises CorruptBlock."""
         start, self._length = self._length, self._length + tokens
         self._layouts[self._kv_type].restore_block(
             self._caches, blob, start, self._length, resumable=resumable
         )
 
     def save(self, path: Path, tokens: Seq[int]) -> None:
-        """Write the state of these tokens: all that was appended, or fewer if state can be
-        truncated."""
         if len(tokens) < self._length:
             truncate(self._caches, len(tokens))
         known = {
@@ -127,69 +116,56 @@ def _compact(cache: Any) -> Any:
 
 
 class PromptCacheState:
-    """The state in a file. Its arrays are read when the first block is exported, because the caller
-    may refuse the tokens before."""
+    """The state in a file, checked against the layers of the model; raises BadRequest.
+
+    Its arrays are read when the first block is exported, because the caller may refuse the tokens
+    before.
+    """
 
     def __init__(
         self,
+        file: _ArrayFile,
         layout: StateLayout,
         caches: list[Any],
         tokens: list[int],
-        fill: Callable[[], None],
+        free_bytes: Callable[[], int],
     ) -> None:
         self.tokens = tokens
+        self._file = file
         self._layout = layout
         self._caches = caches
-        self._fill: Callable[[], None] | None = fill
-
-    def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
-        """Export a block; `resumable` only at the end. Raises NoMemory."""
-        if self._fill is not None:
-            self._fill()
-            self._fill = None
-        return self._layout.export_block(self._caches, start, stop, resumable=resumable)
-
-
-def _check_count(caches: list[Any], tokens: list[int]) -> None:
-    """Refuse state whose number of tokens differs from the named tokens."""
-    held = {cache.offset for cache in leaves(caches) if not isinstance(cache, ArraysCache)}
-    held -= {0} if len(held) > 1 else set()  # a cache that the model does not use
-    if len(held) > 1:
-        raise BadRequest("The layers of this file hold different numbers of tokens.")
-    count = held.pop() if held else len(tokens)
-    if len(tokens) != count:
-        raise BadRequest(
-            f"The file holds the state of {count} tokens and names {len(tokens)}.", param="file"
-        )
-
-
-class _CacheReader:
-    """Checks the caches in a file against the layers of a model, and fills the caches."""
-
-    def __init__(self, file: _ArrayFile, layers: Seq[Layer], tokens: int) -> None:
-        self._file = file
-        self._layers = iter(layers)
-        self._tokens = tokens
-        self._checked: list[tuple[Any, list[str | None]]] = []  # and names of arrays
+        self._free_bytes = free_bytes
+        self._layers = iter(layout.layers)
+        self._unread: list[tuple[Any, list[str | None]]] = []  # caches, and names of their arrays
         known = file.metadata
         self._none = {
             known.get(f"2.{n}.0") for n in range(1, len(known)) if known.get(f"2.{n}.1") == "none"
         }
+        for number, cache in enumerate(caches):
+            self._check(cache, str(number), known.get(f"1.{number}", ""))
+        if f"1.{len(caches)}" in known:
+            raise BadRequest(f"The file has more than the {len(caches)} layers of this model.")
+        _check_count(caches, tokens)
 
-    def fill(self, free_bytes: Callable[[], int]) -> None:
-        """Read the arrays of the checked caches; raises NoMemory."""
-        all_names = [name for _, names in self._checked for name in names if name]
+    def export(self, start: int, stop: int, *, resumable: bool = False) -> bytes:
+        self._read_arrays()
+        return self._layout.export_block(self._caches, start, stop, resumable=resumable)
+
+    def _read_arrays(self) -> None:
+        """Fill the caches; raises NoMemory."""
+        all_names = [name for _, names in self._unread for name in names if name]
         needed_bytes = sum(map(self._file.size_bytes, all_names))
-        if free_bytes() < needed_bytes:
+        if needed_bytes and self._free_bytes() < needed_bytes:
             raise NoMemory.for_state_file(needed_bytes)
-        for cache, names in self._checked:
+        for cache, names in self._unread:
             arrays: list[Any] = [self._file.array(name) if name else None for name in names]
             if isinstance(cache, ArraysCache):
                 cache.cache = arrays
             else:
                 set_buffers(cache, arrays)
+        self._unread = []
 
-    def check(self, cache: Any, place: str, name: str) -> None:
+    def _check(self, cache: Any, place: str, name: str) -> None:
         expected = type(_compact(cache)).__name__
         if name != expected:
             raise BadRequest(
@@ -201,7 +177,7 @@ class _CacheReader:
         if isinstance(cache, CacheList):
             for number, part in enumerate(cache.caches):
                 inner = f"{place}.{number}"
-                self.check(part, f"{inner}.0", self._file.text(f"{inner}.1"))
+                self._check(part, f"{inner}.0", self._file.text(f"{inner}.1"))
             return
         layer = next(self._layers)
         if isinstance(layer, Recurrent):
@@ -221,7 +197,7 @@ class _CacheReader:
             if self._file.dtype(name) != slot.dtype:
                 raise _misfit(place)
             names.append(name)
-        self._checked.append((cache, names))
+        self._unread.append((cache, names))
 
     def _check_rows(self, cache: Any, layer: Positions | Window | Chunk, place: str) -> None:
         names = [f"{place}.0", f"{place}.1"]
@@ -229,12 +205,12 @@ class _CacheReader:
             names = [f"{name}.{part}" for name in names for part in range(3)]
         shape = self._file.shape(names[0])
         length = shape[2] if len(shape) == 4 else 0
-        if length > max(self._tokens + STEP, getattr(layer, "most", 0)):
+        if length > max(len(self.tokens) + STEP, getattr(layer, "most", 0)):
             raise _misfit(place)
         for rows, name in zip(layer.rows, names, strict=True):
             if self._file.shape(name) != rows.shape(length) or self._file.dtype(name) != rows.dtype:
                 raise _misfit(place)
-        self._checked.append((cache, [*names]))
+        self._unread.append((cache, [*names]))
         for number, name in enumerate(_numbers(cache), start=2):
             value = self._file.number(f"{place}.{number}")
             if name in _SETTINGS and value != getattr(cache, name):
@@ -242,6 +218,19 @@ class _CacheReader:
             setattr(cache, name, value)
         if not _is_sound(cache, length):
             raise _misfit(place)
+
+
+def _check_count(caches: list[Any], tokens: list[int]) -> None:
+    """Raise BadRequest unless the state has as many tokens as the file lists."""
+    held = {cache.offset for cache in leaves(caches) if not isinstance(cache, ArraysCache)}
+    held -= {0} if len(held) > 1 else set()  # a cache that the model does not use
+    if len(held) > 1:
+        raise BadRequest("The layers of this file hold different numbers of tokens.")
+    count = held.pop() if held else len(tokens)
+    if len(tokens) != count:
+        raise BadRequest(
+            f"The file holds the state of {count} tokens and names {len(tokens)}.", param="file"
+        )
 
 
 def _numbers(cache: Any) -> tuple[str, ...]:

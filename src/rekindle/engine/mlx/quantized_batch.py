@@ -28,8 +28,7 @@ class MergingQuantizedKVCache(QuantizedKVCache):  # type: ignore[misc]  # mlx_lm
 
 
 class BatchQuantizedKVCache:
-    """One row per sequence. `offset` counts the positions of each row, `left_padding` the padding
-    before it."""
+    """One row per sequence: `offset` positions after `left_padding` ones of padding."""
 
     def __init__(self, left_padding: Seq[int], group_size: int, bits: int) -> None:
         self.group_size = group_size

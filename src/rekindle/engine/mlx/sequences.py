@@ -10,93 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
 
 import mlx.core as mx
 
-from rekindle.engine.base import Blob, KvType, Sequence
+from rekindle.engine.base import Blob, Capabilities, KvLayout, KvType, Sequence
 from rekindle.engine.cells import Cells
 from rekindle.engine.mlx import state
+from rekindle.engine.mlx.batches import DecodingBatches, MlxSequence
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.errors import CorruptBlock, EngineBroken, NoMemory, PoolFull
 from rekindle.memory import plain_memory
 
-Caches = list[Any]  # mlx_lm's cache of each layer, of one sequence
 
-
-class RowBatch(Protocol):
-    """The batch that a sequence is a row of."""
-
-    def extract(self, sequence: MlxSequence, /) -> Caches: ...
-
-    def discard(self, sequence: MlxSequence, /) -> None: ...
-
-
-class BatchGroup(Protocol):
-    """The batches in which the sequences of one KV type decode."""
-
-    def shrink(self) -> None: ...
-
-    def clear(self) -> None: ...
-
-
-class MlxSequence(Sequence):
-    """A sequence whose state is in its own caches, in a row of a batch, or in both between two
-    steps."""
-
-    __slots__ = ("batch", "caches")
-
-    def __init__(self, slot: int, *, exact: bool, kv_type: KvType, caches: Caches) -> None:
-        super().__init__(slot, exact=exact, kv_type=kv_type)
-        self.caches: Caches | None = caches  # None: only the batch has the current state
-        self.batch: RowBatch | None = None
-
-    def read(self) -> Caches:
-        """Return the current state, for reading."""
-        if self.caches is None:
-            assert self.batch is not None
-            self.caches = self.batch.extract(self)
-        return self.caches
-
-    def take(self) -> Caches:
-        """Return the current state, for writing. It leaves its batch."""
-        caches = self.read()
-        self.leave_batch()
-        return caches
-
-    def leave_batch(self) -> None:
-        if self.batch is not None:
-            self.batch.discard(self)
-            self.batch = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSize:
-    """Cells of all sequences of one KV type, and memory of one sequence of full length."""
-
-    cells: int
-    context_bytes: int
-
-
-class _Pool:
-    """Shared sequences of one KV type."""
-
-    def __init__(self, size: PoolSize, sequences: int) -> None:
-        self.size = size
-        self.cells = Cells(size.cells)
-        self.open: dict[int, MlxSequence] = {}
-        self._slots = list(reversed(range(sequences)))
-
-    def take_slot(self) -> int:
-        if not self._slots:
-            raise PoolFull("all sequences are open")
-        return self._slots.pop()
-
-    def close(self, sequence: MlxSequence) -> None:
-        del self.open[sequence.slot]
-        self.cells.close(sequence.slot)
-        self._slots.append(sequence.slot)
+def context_bytes(layout: KvLayout, tokens: int) -> int:
+    """Return the memory of one sequence of this length."""
+    return tokens * max(layout.token_bytes, 1) + layout.checkpoint_bytes
 
 
 class MlxSequences:
@@ -107,64 +35,50 @@ class MlxSequences:
     def __init__(
         self,
         layouts: Layouts,
-        sizes: Mapping[KvType, PoolSize],
-        default_type: KvType,
-        batches: Mapping[KvType, BatchGroup],
-        *,
-        shared: int,
-        exact: int,
+        capabilities: Capabilities,
+        pools: Mapping[KvType, int],
+        batches: Mapping[KvType, DecodingBatches],
         free_bytes: Callable[[], int],
     ) -> None:
+        """`pools` has the cells of all shared sequences of each KV type."""
         self._layouts = layouts
-        self._sizes = sizes
-        self._default_type = default_type
+        self._capabilities = capabilities
+        self._cells = {kv_type: Cells(cells) for kv_type, cells in pools.items()}
         self._batches = batches
-        self._max_shared = shared
-        self._max_exact = exact
         self._free_bytes = free_bytes
-        self._pools = self._empty_pools()
-        self._exact: dict[int, MlxSequence] = {}
+        self._open: set[MlxSequence] = set()
         self.allocate = plain_memory
-
-    def _empty_pools(self) -> dict[KvType, _Pool]:
-        return {name: _Pool(size, self._max_shared) for name, size in self._sizes.items()}
-
-    def cells(self, kv_type: KvType) -> Cells:
-        return self._pools[kv_type].cells
+        self.requantise = layouts.requantise
 
     def free_tokens(self, kv_type: KvType | None = None) -> int:
-        return self.cells(kv_type or self._default_type).free
+        return self._cells[kv_type or self._capabilities.kv_type].free
 
     def freed_tokens(self, sequences: Seq[Sequence]) -> int:
         if not sequences:
             return 0
-        cells = self.cells(sequences[0].kv_type)
+        cells = self._cells[sequences[0].kv_type]
         return cells.freed(sequence.slot for sequence in sequences)
 
     def open(self, *, exact: bool, kv_type: KvType | None = None) -> MlxSequence:
-        kv_type = kv_type or self._default_type
-        slot = self._exact_slot(kv_type) if exact else self._shared_slot(kv_type)
+        known = self._capabilities
+        kv_type = kv_type or known.kv_type
+        of_kind = (each for each in self._open if each.exact == exact)
+        taken = {each.slot for each in of_kind if exact or each.kv_type == kv_type}
+        # One more exact sequence may be the target of a requantisation.
+        most = known.exact_sequences + 1 if exact else known.sequences
+        if len(taken) == most:
+            raise PoolFull(f"all {'exact ' if exact else ''}sequences are open")
+        # Only shared sequences of the default type have memory reserved.
+        if exact or (kv_type != known.kv_type and not taken):
+            needed_bytes = context_bytes(known.kv[kv_type], known.context_tokens)
+            if self._free_bytes() < needed_bytes:
+                error = NoMemory.for_exact_context if exact else NoMemory.for_kv_type
+                raise error(needed_bytes)
+        slot = next(n for n in range(most) if n not in taken)
         caches = self._layouts.make_caches(kv_type)
         sequence = MlxSequence(slot, exact=exact, kv_type=kv_type, caches=caches)
-        (self._exact if exact else self._pools[kv_type].open)[slot] = sequence
+        self._open.add(sequence)
         return sequence
-
-    def _exact_slot(self, kv_type: KvType) -> int:
-        if len(self._exact) > self._max_exact:  # one more may be the target of a requantisation
-            raise PoolFull("all exact sequences are open")
-        needed_bytes = self._sizes[kv_type].context_bytes
-        if self._free_bytes() < needed_bytes:
-            raise NoMemory.for_exact_context(needed_bytes)
-        return next(n for n in range(len(self._exact) + 1) if n not in self._exact)
-
-    def _shared_slot(self, kv_type: KvType) -> int:
-        """Only the default type has memory reserved. Another type needs memory that is free."""
-        pool = self._pools[kv_type]
-        if kv_type != self._default_type and not pool.open:
-            needed_bytes = pool.size.context_bytes
-            if self._free_bytes() < needed_bytes:
-                raise NoMemory.for_kv_type(needed_bytes)
-        return pool.take_slot()
 
     def share(self, source: Sequence, tokens: int, into: Sequence) -> None:
         if into.length or source.exact or into.exact or source.kv_type != into.kv_type:
@@ -182,7 +96,7 @@ class MlxSequences:
             raise ValueError("this model's state cannot be truncated")
         state.truncate(_ours(sequence).take(), tokens)
         if not sequence.exact:
-            self.cells(sequence.kv_type).truncate(sequence.slot, tokens)
+            self._cells[sequence.kv_type].truncate(sequence.slot, tokens)
         sequence.length = tokens
 
     def export(
@@ -203,25 +117,19 @@ class MlxSequences:
             layout.restore_block(caches, blob, into.length, stop, resumable=resumable)
         self.grow(into, tokens)
 
-    def requantise(
-        self, blob: Blob, tokens: int, source: KvType, target: KvType, *, resumable: bool = False
-    ) -> bytes:
-        return self._layouts.requantise(blob, tokens, source, target, resumable=resumable)
-
     def grow(self, sequence: Sequence, tokens: int) -> None:
         """Count tokens that were added to a sequence."""
         if not sequence.exact:
-            self.cells(sequence.kv_type).append(sequence.slot, tokens)
+            self._cells[sequence.kv_type].append(sequence.slot, tokens)
         sequence.length += tokens
 
     def close(self, sequence: Sequence) -> None:
         sequence = _ours(sequence)
         sequence.leave_batch()
         sequence.caches = None
-        if sequence.exact:
-            del self._exact[sequence.slot]
-        else:
-            self._pools[sequence.kv_type].close(sequence)
+        self._open.remove(sequence)
+        if not sequence.exact:
+            self._cells[sequence.kv_type].close(sequence.slot)
         sequence.length = 0
 
     def release_idle(self) -> None:
@@ -232,19 +140,18 @@ class MlxSequences:
 
     def reset(self) -> None:
         """Sequences that somebody still refers to lose their state, so no memory stays in use."""
-        shared = [each for pool in self._pools.values() for each in pool.open.values()]
-        for sequence in (*shared, *self._exact.values()):
+        for sequence in self._open:
             sequence.caches = sequence.batch = None
-        self._exact.clear()
-        self._pools = self._empty_pools()
+        self._open.clear()
+        for cells in self._cells.values():
+            cells.clear()
         for batches in self._batches.values():
             batches.clear()
         mx.clear_cache()
 
     @contextmanager
     def reset_when_broken(self) -> Iterator[None]:
-        """mlx_lm changes caches before anything is computed, so they are undefined after a
-        failure."""
+        """Reset after a failure, because mlx_lm changes caches before it computes anything."""
         try:
             yield
         except CorruptBlock:  # raised before anything is changed

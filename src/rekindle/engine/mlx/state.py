@@ -63,10 +63,6 @@ class StateLayout:
     def can_truncate(self) -> bool:
         return len(self.positions) == len(self.layers)
 
-    @property
-    def header_bytes(self) -> int:
-        return _HEADER.size
-
     @cached_property
     def token_bytes(self) -> int:
         return sum(each.token_bytes for each in self.positions)
@@ -82,8 +78,7 @@ class StateLayout:
     def export_block(
         self, caches: Caches, start: int, stop: int, *, resumable: bool = False
     ) -> bytes:
-        """Export positions [start, stop). `resumable` adds a checkpoint, and `stop` has to be the
-        end."""
+        """Export positions [start, stop). `resumable` adds a checkpoint, only at the end."""
         parts: list[Part] = [block_header(stop - start)]
         ends: list[Part] = [_CHECKPOINT.pack(stop)]
         for layer, cache in zip(self.layers, leaves(caches), strict=True):

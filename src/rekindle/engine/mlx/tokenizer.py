@@ -31,8 +31,7 @@ _BYTES = byte_spellings()
 
 
 def piece_decoder(decoder: Any) -> Spelled:
-    """Build the function that turns a token into bytes; raises ModelError if bytes depend on
-    neighbours."""
+    """Build the decoder of a token; raises ModelError if bytes depend on neighbours."""
     steps = list(_steps(decoder))
     if any(step["type"] == "ByteLevel" for step in steps):
         return _from_byte_level
@@ -87,8 +86,7 @@ def _unknown(kind: object) -> ModelError:
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Read the chat template from the places where transformers looks, in its order. None if there
-    is none."""
+    """Read the chat template, if any, from the places where transformers looks, in its order."""
     alone = folder / "chat_template.jinja"
     if alone.is_file():
         return _bounded(alone)
@@ -127,8 +125,7 @@ END_TEXTS = {
 
 
 def load_tokenizer(folder: Path, vocabulary_size: int | None = None) -> FolderTokenizer:
-    """Load the tokenizer of a model with `vocabulary_size` logits (None: one per token). Raises
-    ModelError."""
+    """Load a tokenizer for `vocabulary_size` logits (None: one per token). Raises ModelError."""
     raw, about, config, generation = (
         read_json(folder / name) if (folder / name).is_file() else {}
         for name in (TOKENIZER, "tokenizer_config.json", CONFIG, "generation_config.json")
@@ -143,7 +140,7 @@ def load_tokenizer(folder: Path, vocabulary_size: int | None = None) -> FolderTo
 
 
 class FolderTokenizer:
-    """Thread-safe, because the native tokenizers never change after construction."""
+    """Implements `tokens.Tokenizer`. The native tokenizers never change, so it is thread-safe."""
 
     def __init__(
         self,
@@ -203,15 +200,12 @@ class FolderTokenizer:
 
     @cached_property
     def longest_bytes(self) -> int:
-        """Largest number of bytes of text that one token stands for."""
         return max((len(text.encode()) for text in self._texts.values()), default=1) or 1
 
     def text(self, token: int | None) -> str:
-        """Return the token as the vocabulary spells it, or an empty text for None."""
         return "" if token is None else self._texts.get(token, "")
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Tokenize without BOS. With `special`, the text of a control token becomes that token."""
         text = text.encode("utf-8", errors="replace").decode()  # a lone surrogate has no UTF-8 form
         if not special:
             return self._encode_plain(text)
@@ -233,7 +227,6 @@ class FolderTokenizer:
         return [token for start, stop in parts for token in self._encode_plain(text[start:stop])]
 
     def piece(self, token: int, *, special: bool) -> bytes:
-        """Return the bytes of a token. A control token has none unless `special`."""
         if token in self._hidden and not special:
             return b""
         text = self.text(token)

@@ -49,7 +49,7 @@ def top_tokens(row: Row, count: int) -> Ids:
 
 
 def draw(row: Row, sampling: SamplingParams, temperature: float, uniform: float) -> int:
-    """Draw a token with top-k, top-p, min-p and temperature, by a random number in [0, 1).
+    """Draw a token with top-k, typical-p, top-p, min-p and temperature, by a number in [0, 1).
 
     `temperature` replaces that of `sampling`, which may be too low to divide by.
     """
@@ -61,6 +61,11 @@ def draw(row: Row, sampling: SamplingParams, temperature: float, uniform: float)
     else:
         tokens = np.flatnonzero(row > -np.inf)
     scores = row[tokens].astype(np.float64) - float(peak)
+    if sampling.typical_p < 1:
+        typical = _most_typical(scores, sampling.typical_p)
+        tokens, scores = tokens[typical], scores[typical] - scores[typical].max()
+    if sampling.temperature == 0:
+        return int(tokens[scores.argmax()])
     is_kept = scores >= (np.float32(log(sampling.min_p)) if sampling.min_p else -np.inf)
     if sampling.top_p < 1:
         is_kept &= _in_nucleus(scores, sampling.top_p)
@@ -68,6 +73,33 @@ def draw(row: Row, sampling: SamplingParams, temperature: float, uniform: float)
     sums = np.cumsum(np.exp(scores[is_kept] / temperature))
     place = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
     return int(tokens[min(place, tokens.size - 1)])
+
+
+def _most_typical(scores: Scores, share: float) -> Ids:
+    """Return the places of the tokens whose information is nearest to the entropy.
+
+    They are in the order of the row. Together they have more than `share` of the probability.
+    """
+    weights = np.exp(scores)
+    mean = float((weights * scores).sum() / weights.sum())
+    order = np.argsort(np.abs(scores - mean), kind="stable")
+    sums = np.cumsum(weights[order])
+    count = 1 + int(np.searchsorted(sums, share * sums[-1], side="right"))
+    return np.sort(order[:count])
+
+
+def match_lengths(tokens: np.ndarray[Any, np.dtype[np.int32]], limit: int) -> Ids:
+    """Count, for each place, the tokens up to it that equal the last tokens, up to `limit`."""
+    last = tokens.size - 1
+    lengths = np.zeros(tokens.size, np.int64)
+    places = np.arange(last)
+    for back in range(limit):
+        places = places[places >= back]
+        places = places[tokens[places - back] == tokens[last - back]]
+        if not places.size:
+            break
+        lengths[places] += 1
+    return lengths
 
 
 def _in_nucleus(scores: Scores, top_p: float) -> np.ndarray[Any, np.dtype[np.bool_]]:

@@ -26,7 +26,9 @@ MIN_TEMPERATURE = 1e-6  # a lower one is zero in float32
 DRAWS = 2  # draws that may follow the proposals in one call
 WORDS = 21 + DRAWS  # 64-bit random words of a row: three for each of seven proposals, one per draw
 
-_SETTINGS = Struct("=iiqddd")
+Ids = np.ndarray[Any, np.dtype[np.int32]]  # contiguous
+
+_SETTINGS = Struct("=iiqdddd")
 PARAMS_BYTES = _SETTINGS.size + 8 * WORDS
 
 
@@ -42,7 +44,17 @@ def pack(sampling: SamplingParams, method: Method, *, draws: int = 0) -> bytes:
     """Pack the settings of a row. `WORDS` random words have to follow them."""
     temperature = max(sampling.temperature, MIN_TEMPERATURE)
     min_score = log(sampling.min_p) if sampling.min_p else -inf
-    return _SETTINGS.pack(method, sampling.top_k, draws, temperature, sampling.top_p, min_score)
+    typical = sampling.typical_p if sampling.typical_p < 1 else 0.0
+    return _SETTINGS.pack(
+        method, sampling.top_k, draws, temperature, sampling.top_p, min_score, typical
+    )
+
+
+def match_lengths(library: ctypes.CDLL, tokens: Ids) -> Ids:
+    """Count, for each place, the tokens up to it that equal the last tokens of all."""
+    lengths = np.empty(tokens.size, np.int32)
+    library.match_lengths(tokens.ctypes.data, tokens.size, lengths.ctypes.data)
+    return lengths
 
 
 class NativeSampler:
@@ -89,6 +101,7 @@ _STEP = [c_void_p, c_int64, c_int64, c_char_p, c_void_p, c_void_p]
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "memory_floats": (c_int64, [c_int64]),
     "choose_tokens": (None, _STEP),
+    "match_lengths": (None, [c_void_p, c_int64, c_void_p]),
     "choose_tokens_together": (None, [c_void_p, *_STEP]),
     "open_pool": (c_void_p, [c_int64]),
     "arm_pool": (None, [c_void_p]),

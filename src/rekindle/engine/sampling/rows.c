@@ -25,6 +25,7 @@ typedef struct {
     int32_t method, top_k;
     int64_t draws; /* number of draws to try, after the proposals */
     double temperature, top_p, min_score;
+    double typical; /* probability that the most typical tokens have to exceed; 0: all tokens stay */
     uint64_t words[3 * PROPOSALS + DRAWS]; /* random bits: three words per proposal, one per draw */
 } Params;
 
@@ -272,6 +273,76 @@ typedef struct {
     int64_t size;                   /* number of remaining tokens */
 } Left;
 
+/* Sums the weights whose distance reaches at most a bound, in float64 and in a fixed order. */
+INLINE double sum_within(const float *weights, const float *distances, int64_t size, float bound) {
+    double lanes[LANES] = {0}, total = 0;
+    int64_t at = 0;
+    for (; at + LANES <= size; at += LANES)
+        for (int lane = 0; lane < LANES; lane++)
+            lanes[lane] += distances[at + lane] <= bound ? (double)weights[at + lane] : 0.0;
+    for (; at < size; at++) total += distances[at] <= bound ? (double)weights[at] : 0.0;
+    for (int lane = 0; lane < LANES; lane++) total += lanes[lane];
+    return total;
+}
+
+/* Returns the smallest distance within which the weights sum to more than `wanted`. */
+INLINE float typical_distance(const float *weights, const float *distances, int64_t size,
+                              double wanted) {
+    int64_t low = -1, high = key_of(FLT_MAX); /* a distance is not negative */
+    while (high - low > 1) {
+        int32_t middle = (int32_t)((low + high) / 2);
+        float bound;
+        memcpy(&bound, &middle, sizeof bound);
+        if (sum_within(weights, distances, size, bound) > wanted) high = middle;
+        else low = middle;
+    }
+    int32_t bits = (int32_t)high;
+    float distance;
+    memcpy(&distance, &bits, sizeof distance);
+    return distance;
+}
+
+/* Locally typical sampling. Keeps the tokens whose information, -log p, is nearest to the entropy,
+ * until their probabilities exceed a share. The information of a token minus the entropy is the mean
+ * score minus its own score, so no logarithm is needed. Ties go to the first. */
+INLINE void keep_typical(Left *left, double share) {
+    float *distances = left->kept, most = -INFINITY;
+    double total = 0, sum = 0;
+    for (int64_t at = 0; at < left->size; at++) {
+        float weight = left->weights[at] = exp_of(left->scores[at]);
+        total += weight;
+        sum += weight > 0 ? (double)weight * left->scores[at] : 0;
+    }
+    float mean = (float)(sum / total);
+    for (int64_t at = 0; at < left->size; at++) distances[at] = fabsf(left->scores[at] - mean);
+    double wanted = share * total;
+    float distance = typical_distance(left->weights, distances, left->size, wanted);
+    double before = 0; /* weight of the nearer tokens, then of the kept ones */
+    for (int64_t at = 0; at < left->size; at++)
+        before += distances[at] < distance ? (double)left->weights[at] : 0.0;
+    int64_t found = 0;
+    for (int64_t at = 0; at < left->size; at++) {
+        if (distances[at] > distance) continue;
+        if (distances[at] == distance) {
+            if (before > wanted) continue;
+            before += left->weights[at];
+        }
+        left->scores[found] = left->scores[at];
+        left->places[found++] = left->places[at];
+    }
+    left->size = found;
+    for (int64_t at = 0; at < found; at++) most = left->scores[at] > most ? left->scores[at] : most;
+    for (int64_t at = 0; at < found; at++) left->scores[at] -= most;
+}
+
+/* Returns the first of the remaining tokens with the highest score. */
+INLINE int64_t highest_left(const Left *left) {
+    int64_t best = 0;
+    for (int64_t at = 1; at < left->size; at++)
+        if (left->scores[at] > left->scores[best]) best = at;
+    return left->places[best];
+}
+
 /* Drops tokens that min-p excludes, and tokens too light for the top-p nucleus. For top-p alone this
  * pays only if it leaves less than a quarter. */
 INLINE void cut(Left *left, const Params *params, Nucleus *nucleus, int32_t *among) {
@@ -311,6 +382,10 @@ INLINE int64_t draw(const float *row, int64_t size, const Params *params, const 
         for (int64_t at = 0; at < size; at++) left.places[at] = (int32_t)at;
         for (int64_t at = 0; at < size; at++) left.scores[at] = row[at] - most;
     }
+    if (params->typical > 0) {
+        keep_typical(&left, params->typical);
+        if (params->method == GREEDY) return highest_left(&left);
+    }
     Nucleus nucleus = {0};
     cut(&left, params, &nucleus, among);
     float *odds = left.scores, factor = (float)(1 / params->temperature);
@@ -328,6 +403,26 @@ INLINE int64_t draw(const float *row, int64_t size, const Params *params, const 
     return UNDECIDED;
 }
 
+/* ---- Repetitions ---- */
+
+/* For each place, counts the tokens up to it that equal the last tokens of the whole sequence. This
+ * is the Z-algorithm on the reversed sequence. The count of the last place is 0. */
+void match_lengths(const int32_t *tokens, int64_t size, int32_t *lengths) {
+    int64_t last = size - 1, left = 0, right = 0; /* the match that reaches furthest back */
+    if (size > 0) lengths[last] = 0;
+    for (int64_t back = 1; back < size; back++) {
+        int64_t length = 0;
+        if (back < right) {
+            int64_t known = lengths[last - (back - left)];
+            length = known < right - back ? known : right - back;
+        }
+        while (back + length < size && tokens[last - length] == tokens[last - back - length])
+            length++;
+        lengths[last - back] = (int32_t)length;
+        if (back + length > right) left = back, right = back + length;
+    }
+}
+
 /* ---- Entry points ---- */
 
 const char source_hash[] = SOURCE_HASH;
@@ -341,7 +436,7 @@ FOR_EACH_CPU void choose_tokens(const float *rows, int64_t size, int64_t count, 
         const float *row = rows + at * size;
         Params own;
         memcpy(&own, params + at * params_bytes, sizeof own);
-        if (own.method == GREEDY) {
+        if (own.method == GREEDY && !(own.typical > 0)) {
             tokens[at] = highest(row, size);
             continue;
         }

@@ -1,14 +1,14 @@
 """Chooses the tokens of replies from rows of logits, for every engine.
 
-The order is that of llama.cpp's chain: mask, bias, penalties, top-k, top-p, min-p, temperature,
-draw. A draw depends only on the seed, the position of the token in its reply, and the row.
+The order is that of llama.cpp's chain: mask, bias, bans, penalties, DRY, top-k, typical-p, top-p,
+min-p, temperature, draw. A draw depends only on the seed, the position of the token in its reply,
+and the row.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections import Counter, deque
 from collections.abc import Sequence as Seq
 from ctypes import CDLL
 from hashlib import shake_128
@@ -26,6 +26,7 @@ from rekindle.engine.sampling.native import (
     Method,
     NativeSampler,
 )
+from rekindle.engine.sampling.penalties import BannedTokens, build_penalties, seen_tokens
 from rekindle.protocol.requests import SamplingParams
 from rekindle.protocol.settings import usable_cores
 
@@ -40,10 +41,14 @@ class TokenSampler:
         self._sampling = sampling
         self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._position = 0  # of the next token in the reply
-        self.is_greedy = sampling.temperature == 0
+        # With typical-p even a greedy choice is made among the tokens that are left.
+        self.is_greedy = sampling.temperature == 0 and sampling.typical_p >= 1
         self._mask = token_mask
-        self._prompt = prompt[max(len(prompt) - sampling.repetition_context_size, 0) :]
+        seen = seen_tokens(sampling)
+        self._prompt = prompt[0 if seen is None else max(len(prompt) - seen, 0) :]
         self._penalties = build_penalties(sampling, self._prompt)
+        has_bans = bool(sampling.bad_words_tokens or sampling.min_tokens)
+        self._bans = BannedTokens(sampling) if has_bans else None
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
         self._bias = np.array(list(sampling.logit_bias.values()), dtype=np.float32)
         #: Whether the row is changed before the choice, or kept for log probabilities.
@@ -51,14 +56,18 @@ class TokenSampler:
             token_mask is not None
             or sampling.logit_bias
             or self._penalties
+            or self._bans
             or sampling.top_logprobs is not None
         )
         self._model_logits: Row | None = None  # kept if log probabilities are wanted
         # Proposals work up to temperature 1, and know no other cut than top-p.
-        is_plain = 0 < sampling.temperature <= 1 and not sampling.top_k and not sampling.min_p
-        method = Method.PROPOSE if is_plain else Method.DRAW
+        has_cut = sampling.top_k or sampling.min_p or sampling.typical_p < 1
+        method = Method.PROPOSE if sampling.temperature <= 1 and not has_cut else Method.DRAW
+        if sampling.temperature == 0:
+            method = Method.GREEDY
         self._first = native.pack(sampling, method, draws=DRAWS)
-        self._retry = native.pack(sampling, Method.DRAW, draws=WORDS)
+        retried = Method.DRAW if sampling.temperature else Method.GREEDY
+        self._retry = native.pack(sampling, retried, draws=WORDS)
 
     def sample(self, row: Row, /) -> Sampled:
         library = native.load()
@@ -72,6 +81,8 @@ class TokenSampler:
             self._mask.mask(row)
         if self._biased.size:
             row[self._biased] += self._bias
+        if self._bans is not None:
+            self._bans.apply(row, is_masked=self._mask is not None)
         for penalty in self._penalties:
             penalty.apply(row)
 
@@ -101,6 +112,8 @@ class TokenSampler:
             return Sampled(token)
         for penalty in self._penalties:
             penalty.accept(token)
+        if self._bans is not None:
+            self._bans.accept(token)
         if self._mask is not None:
             self._mask.accept(token)
         if self._model_logits is None:
@@ -109,12 +122,12 @@ class TokenSampler:
         return _with_logprobs(token, logits, self._sampling.top_logprobs or 0)
 
     def replay(self, reply: Seq[int]) -> None:
-        """Continue after this reply, and forget the tokens that were chosen since."""
         self._position, self._model_logits = len(reply), None
         self._penalties = build_penalties(self._sampling, self._prompt)
-        for penalty in self._penalties:
+        self._bans = BannedTokens(self._sampling) if self._bans is not None else None
+        for rule in (*self._penalties, *([self._bans] if self._bans else [])):
             for token in reply:
-                penalty.accept(token)
+                rule.accept(token)
         if self._mask is not None:
             self._mask.replay(reply)
 
@@ -161,72 +174,6 @@ def _with_logprobs(token: int, logits: Row, top: int) -> Sampled:
     best = top_tokens(logits, top).tolist() if top else []
     pairs = tuple((each, float(logits[each]) - base) for each in best)
     return Sampled(token, float(logits[token]) - base, pairs)
-
-
-class RepetitionPenalty:
-    """Penalises tokens in a window that includes the prompt."""
-
-    def __init__(self, factor: float, window: int, prompt: Seq[int]) -> None:
-        self._factor = np.float32(factor)
-        self._recent = deque(prompt[-window:], maxlen=window)
-        self._counts = Counter(self._recent)
-
-    def apply(self, row: Row) -> None:
-        ids = np.fromiter(self._counts, np.int64, len(self._counts))
-        logits = row[ids]
-        row[ids] = np.where(logits > 0, logits / self._factor, logits * self._factor)
-
-    def accept(self, token: int) -> None:
-        if len(self._recent) == self._recent.maxlen:
-            oldest = self._recent[0]
-            self._counts[oldest] -= 1
-            if not self._counts[oldest]:
-                del self._counts[oldest]
-        self._recent.append(token)
-        self._counts[token] += 1
-
-
-class OccurrencePenalty:
-    """Applies presence and frequency penalties, which look at the whole reply but not the prompt.
-
-    The arrays grow by doubling, so that a long reply does not build them again for each token.
-    """
-
-    def __init__(self, presence: float, frequency: float) -> None:
-        self._presence = presence
-        self._frequency = frequency
-        self._places: dict[int, int] = {}  # index of each token in the two arrays
-        self._ids = np.zeros(64, np.int64)
-        self._costs = np.zeros(64, np.float32)
-
-    def apply(self, row: Row) -> None:
-        count = len(self._places)
-        row[self._ids[:count]] -= self._costs[:count]
-
-    def accept(self, token: int) -> None:
-        place = self._places.get(token)
-        if place is None:
-            place = self._places[token] = len(self._places)
-            if place == self._ids.size:
-                self._ids = np.resize(self._ids, 2 * place)
-                self._costs = np.resize(self._costs, 2 * place)
-            self._ids[place] = token
-            self._costs[place] = self._presence
-        self._costs[place] += self._frequency
-
-
-Penalty = RepetitionPenalty | OccurrencePenalty
-
-
-def build_penalties(sampling: SamplingParams, prompt: Seq[int]) -> list[Penalty]:
-    """Build the penalties that a request asks for, in the order in which they are applied."""
-    penalties: list[Penalty] = []
-    window = sampling.repetition_context_size
-    if sampling.repetition_penalty != 1 and window:
-        penalties.append(RepetitionPenalty(sampling.repetition_penalty, window, prompt))
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        penalties.append(OccurrencePenalty(sampling.presence_penalty, sampling.frequency_penalty))
-    return penalties
 
 
 log = logging.getLogger("rekindle.engine")
