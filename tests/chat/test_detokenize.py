@@ -157,3 +157,18 @@ def test_text_in_which_no_stop_string_begins_is_passed_on_without_looking_at_eac
     assert effort[0] == effort[1]
     assert matcher.push("#") == ""
     assert matcher.push("#b") == "##b"
+
+
+def matched(parts: list[tuple[str, bool]], *stops: str) -> tuple[str, str | None]:
+    """The text that gets through, and the stop string. A flag says where a part may stop."""
+    matcher = StopMatcher(stops)
+    text = "".join([matcher.push(part, may_stop=may_stop) for part, may_stop in parts])
+    return text + matcher.finish(), matcher.matched if matcher.stopped else None
+
+
+def test_a_stop_string_that_ends_where_it_may_not_is_text() -> None:
+    assert matched([("a END b", False), (" c END d", True)], "END") == ("a END b c ", "END")
+    assert matched([("a END", False)], "END") == ("a END", None)
+    assert matched([("a E", False), ("ND b", True)], "END") == ("a ", "END")
+    assert matched([("a EN", False), ("d b", True)], "END") == ("a ENd b", None)
+    assert matched([("END", False), ("END", True)], "END", "ENDED") == ("END", "END")

@@ -30,10 +30,10 @@ class Detokenizer:
         """The stop string that ended the text."""
         return self._matcher.matched if self.stopped else None
 
-    def push(self, token: int) -> str:
-        """The text that this token makes final."""
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that this token makes final. Without `may_stop` no stop string ends in it."""
         piece = self._tokenizer.piece(token, special=token in self._shown)
-        return self._matcher.push(self._decode(piece))
+        return self._matcher.push(self._decode(piece), may_stop=may_stop)
 
     def _decode(self, piece: bytes) -> str:
         if self._is_whole and piece.isascii():  # the common case, and several times faster
@@ -68,8 +68,12 @@ class StopMatcher:
         self._held = ""
         self._cut: int | None = None  # the start of the best match so far, in the held text
 
-    def push(self, text: str) -> str:
-        """The text that can no longer be part of a stop string."""
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """The text that can no longer be part of a stop string.
+
+        Without `may_stop`, a stop string that ends in this text is plain text. A stop string that
+        begins in this text may still end in later text.
+        """
         if self.stopped:
             return ""
         if not self._state and self._edges[0].keys().isdisjoint(text):
@@ -77,7 +81,8 @@ class StopMatcher:
         whole = self._held + text
         for end, character in enumerate(text, start=len(self._held) + 1):
             self._state = self._after(character)
-            self._note(end)
+            if may_stop:
+                self._note(end)
             # A match inside a longer stop string waits while the longer one may still complete.
             if self._cut is not None and self._cut <= end - self._depth[self._state]:
                 return self._stop(whole[: self._cut])

@@ -53,8 +53,7 @@ class Encoder:
     def text(self, text: str, *, recall: Recall | None = None) -> Prompt:
         """The prompt of a plain completion. Its author may write control tokens."""
         spans = [TextSpan(text, literal=False)]
-        escaped = _escaped(spans)
-        tokens, known = self._tokenise(spans, escaped, recall)
+        escaped, tokens, known = self._tokenise(spans, recall)
         return Prompt(tokens, (), escaped, len(known.tokens), raw=True)
 
     def chat(
@@ -76,7 +75,8 @@ class Encoder:
         template = self._required_template()
         template.check(template_kwargs)
         escaper = Escaper(self._control)
-        shown_tools, plain_tools = _hidden_tools(escaper, tools, earlier)
+        plain_tools = earlier.plain_tools if earlier and earlier.tools is tools else frozenset()
+        shown_tools, plain_tools = escaper.hide_each(tools or (), plain_tools)
         kwargs = {"add_generation_prompt": add_generation_prompt, **escaper.hide(template_kwargs)}
         render: Render = partial(template.render, tools=shown_tools, **kwargs)
         render = _up_to_last_text(render) if continue_final_message else render
@@ -84,8 +84,7 @@ class Encoder:
         same = earlier.same_messages(messages) if earlier else frozenset[int]()
         hidden, plain = escaper.hide_each(placed, earlier.plain & same if earlier else same)
         spans = escaper.spans(render(hidden))
-        escaped = _escaped(spans)
-        tokens, known = self._tokenise(spans, escaped, recall, pictures)
+        escaped, tokens, known = self._tokenise(spans, recall, pictures)
         prompt = ChatPrompt(
             tokens,
             escaped=escaped,
@@ -169,21 +168,21 @@ class Encoder:
     def _tokenise(
         self,
         spans: Sequence[TextSpan],
-        escaped: bytes,
         recall: Recall | None,
         pictures: Pictures = NO_PICTURES,
-    ) -> tuple[Tokens, KnownPrefix]:
-        """The tokens of a prompt, and the known prefix that they begin with."""
+    ) -> tuple[bytes, Tokens, KnownPrefix]:
+        """The escaped bytes and the tokens of a prompt, and the known prefix they begin with."""
+        escaped = _escaped(spans)
         known = recall(escaped) if recall else None
         known = _with_media(known, pictures) if known and pictures else known
         if known is not None:
             rest = self._tokens_after(known, escaped, pictures)
             if rest is not None:
-                return known.tokens + rest, known
+                return escaped, known.tokens + rest, known
         tokens, bos = self._tokens(spans, pictures), self._tokenizer.bos
         if bos is None or not self._tokenizer.add_bos or bos in tokens[:1]:  # the template wrote it
-            return tokens, NO_PREFIX
-        return Tokens.of([bos]) + tokens, NO_PREFIX
+            return escaped, tokens, NO_PREFIX
+        return escaped, Tokens.of([bos]) + tokens, NO_PREFIX
 
     def _tokens(self, spans: Iterable[TextSpan], pictures: Pictures) -> Tokens:
         """Tokenises each span on its own. The tokens of a picture are known."""
@@ -248,16 +247,6 @@ class Encoder:
             if is_character_boundary(text, at):  # the rest is tokenised as text
                 count, size_bytes = tried, at
         return count, size_bytes
-
-
-def _hidden_tools(
-    escaper: Escaper, tools: Sequence[Any] | None, earlier: ChatPrompt | None
-) -> tuple[Sequence[Any] | None, bool]:
-    if earlier is not None and earlier.tools is tools and earlier.plain_tools:
-        return tools, True
-    before = escaper.hidden_count
-    hidden = escaper.hide(tools)
-    return hidden, escaper.hidden_count == before
 
 
 def _with_media(known: KnownPrefix, pictures: Pictures) -> KnownPrefix | None:

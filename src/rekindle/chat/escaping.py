@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import groupby
 from operator import itemgetter
@@ -123,10 +124,6 @@ class Escaper:
         self._placeholders = Placeholders()
         self._hidden_spans: list[TextSpan] = []
 
-    @property
-    def hidden_count(self) -> int:
-        return len(self._hidden_spans)
-
     def place_picture(self, text: str) -> str:
         return self._placeholder(TextSpan(text, literal=False, picture=True))
 
@@ -140,9 +137,9 @@ class Escaper:
         """Hides literals and returns the indices without any. Those in `plain` are not searched."""
         hidden, found = list(values), set(plain)
         for index in sorted(set(range(len(hidden))) - found):
-            before = self.hidden_count
+            before = len(self._hidden_spans)
             hidden[index] = self.hide([hidden[index]])[0]
-            if self.hidden_count == before:
+            if len(self._hidden_spans) == before:
                 found.add(index)
         return hidden, frozenset(found)
 
@@ -180,12 +177,7 @@ def escape(spans: Iterable[TextSpan]) -> bytes:
     Adjacent literals are enclosed one by one, and an empty span adds nothing. Equal prefixes of
     escaped bytes are therefore equal prefixes of spans.
     """
-    return b"".join(
-        before + span.text.encode() + after
-        for span in spans
-        if span.text
-        for before, after in (_enclosure(span),)
-    )
+    return escape_prefix(spans, sys.maxsize)
 
 
 def escape_prefix(spans: Iterable[TextSpan], size_bytes: int) -> bytes:

@@ -83,21 +83,22 @@ class ConversationHashes:
         self.reply_keys: dict[int, tuple[str, ...]] = {}  # by the index of an assistant message
         # The fingerprint before the last user message. None if that is the first one.
         self.previous_fingerprint: str | None = None
-        self._count = 0
+        self._messages, self._tools = messages, tools
         self._turns: list[list[str]] = []  # for each turn, the hash up to each of its messages
         self._system, self._turn = HashChain(), HashChain()
         self._history, self._outline = HashChain(), HashChain()
         self._system_hash = self._tools_hash = ""  # empty without system messages or tools
         self._has_user = False
-        self._continued: Message | None = None
-        if earlier is not None and earlier._count <= len(messages) - continued:
+        self._before_last: ConversationHashes | None = None  # only if the last one is continued
+        if continued:
+            earlier = ConversationHashes(messages[:-1], tools, earlier=earlier)
+            self._before_last = earlier
+        start = 0
+        if earlier is not None and len(earlier._messages) <= len(messages):
+            start = len(earlier._messages)
             self._start_from(earlier)
-        for index in range(self._count, len(messages)):
-            if continued and index == len(messages) - 1:
-                self._continued, self._before_last = messages[index], self._chains()
+        for index in range(start, len(messages)):
             self._add(index, messages[index])
-        self._count = len(messages)
-        self._tools = tools
         if earlier is not None and earlier._tools is tools:
             self._tools_hash = earlier._tools_hash
         elif tools:
@@ -107,11 +108,10 @@ class ConversationHashes:
     def _start_from(self, earlier: ConversationHashes) -> None:
         self.reply_keys = dict(earlier.reply_keys)
         self.previous_fingerprint = earlier.previous_fingerprint
-        self._count = earlier._count
         self._turns = [*earlier._turns[:-1], *map(list, earlier._turns[-1:])]
-        self._system, self._system_hash = earlier._system.copy(), earlier._system_hash
-        self._turn, self._history, self._outline = earlier._chains()
-        self._has_user = earlier._has_user
+        self._system, self._turn = earlier._system.copy(), earlier._turn.copy()
+        self._history, self._outline = earlier._history.copy(), earlier._outline.copy()
+        self._system_hash, self._has_user = earlier._system_hash, earlier._has_user
 
     @property
     def segments(self) -> Segments:
@@ -127,25 +127,14 @@ class ConversationHashes:
 
     def after(self, reply: Message) -> EntryHashes:
         """The hashes of the conversation with the reply added to it or to its last message."""
-        last, history, outline = self._chains()
-        if self._continued is not None:
-            last, history, outline = (chain.copy() for chain in self._before_last)
-            more = with_text_after(self._continued, content_text(reply.get("content")))
+        begun, messages = self, self._messages
+        if self._before_last is not None:
+            *messages, last = messages
+            begun = self._before_last
+            more = with_text_after(last, content_text(reply.get("content")))
             reply = {**reply, **more}
-        segment, history_part = _hashed_forms(reply)
-        last.add(segment)
-        history.add(history_part)
-        for field in _outline_fields(reply):
-            outline.add(field)
-        turns = [turn[-1] for turn in self._turns[:-1]]
-        return EntryHashes(
-            self._segments([*turns, _segment_hash(last)]),
-            (*_call_keys(reply), HISTORY_KEY + history.hexdigest()),
-            outline.hexdigest(),
-        )
-
-    def _chains(self) -> tuple[HashChain, HashChain, HashChain]:
-        return self._turn.copy(), self._history.copy(), self._outline.copy()
+        whole = ConversationHashes([*messages, reply], self._tools, earlier=begun)
+        return EntryHashes(whole.segments, whole.reply_keys[len(messages)], whole.fingerprint)
 
     def first_change(self, stored: Segments) -> str | None:
         """The first stored segment that differs here: "system", "tools", "turn 3"…

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import groupby
 from typing import Any, NoReturn
 
 from rekindle.chat.escaping import unescape
@@ -122,13 +123,11 @@ def with_pictures_as_text(
 def _joined_parts(content: Sequence[Any], place: Callable[[str], str]) -> str:
     """Texts are separated by a line feed. A picture has no separator on either side."""
     texts: list[str] = []
-    was_text = False
-    for part in content:
-        if is_picture(part):
-            texts.append(place(picture_text(part["digest"])))
+    for are_pictures, parts in groupby(content, is_picture):
+        if are_pictures:
+            texts += [place(picture_text(part["digest"])) for part in parts]
         else:
-            texts.append("\n" + text_only([part]) if was_text else text_only([part]))
-        was_text = not is_picture(part)
+            texts.append(text_only(list(parts)))
     return "".join(texts)
 
 

@@ -82,7 +82,7 @@ class ChatPrompt(Prompt):
     messages: Sequence[Message] = ()
     tools: Sequence[Any] | None = None
     plain: frozenset[int] = frozenset()  # indices of messages without anything to escape
-    plain_tools: bool = False
+    plain_tools: frozenset[int] = frozenset()
 
     def same_messages(self, messages: Sequence[Message]) -> frozenset[int]:
         pairs = enumerate(zip(self.messages, messages, strict=False))

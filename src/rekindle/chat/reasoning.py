@@ -6,7 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from rekindle.chat.tools.stream import MarkerFinder, ReplyParser, Steps, StreamParser, TrailingSpace
+from rekindle.chat.tools.stream import (
+    MarkerFinder,
+    ReplyContext,
+    ReplyParser,
+    Steps,
+    StreamParser,
+    TrailingSpace,
+)
 from rekindle.protocol.events import Part, ReasoningDelta
 
 
@@ -53,13 +60,13 @@ _TURN = re.compile(
 class ReasoningParser(StreamParser):
     """Parses reasoning at the beginning of a reply, and gives the rest to another parser.
 
-    Whitespace around the markers belongs to neither. With `opened`, the prompt has already opened
-    the reasoning. The model may open it once more.
+    Whitespace around the markers belongs to neither. If the prompt has already opened the
+    reasoning, the model may open it once more.
     """
 
-    def __init__(self, format: ReasoningFormat, rest: ReplyParser, *, opened: bool) -> None:
-        super().__init__()
-        self.in_reasoning = opened
+    def __init__(self, reply: ReplyContext, format: ReasoningFormat, rest: ReplyParser) -> None:
+        super().__init__(reply)
+        self.in_reasoning = reply.opened
         self._format = format
         self._begin = MarkerFinder(format.begin)
         self._rest = rest

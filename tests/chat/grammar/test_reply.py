@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -140,11 +140,13 @@ class Case:
         required: bool = True,
         name: str | None = None,
         parallel: bool = False,
+        max_calls: int | None = None,
         reasoning: str = "none",
         opened: bool = False,
         answer: Any = None,
     ) -> Grammar:
-        use = ToolUse(choice="required" if required else "auto", name=name, parallel=parallel)
+        choice: Literal["required", "auto"] = "required" if required else "auto"
+        use = ToolUse(choice=choice, name=name, parallel=parallel, max_calls=max_calls)
         grammars = reply_grammars(self.format, reasoning, self.writer.vocabulary.control_texts)
         grammar = grammars.calls(
             tools, use, opened=opened, answer=answer and StructuredOutput(schema=answer)
@@ -260,6 +262,12 @@ def test_parallel_calls_are_all_read(case: Case) -> None:
     assert several or case.format == "harmony"  # where a call ends the reply
 
 
+def test_a_grammar_allows_as_many_calls_as_the_client_takes(case: Case) -> None:
+    grammar = case.grammar(TOOLS[1:2], parallel=True, max_calls=2)
+    made = [len(calls(case.read(case.writer.write(grammar, seed)))) for seed in range(12)]
+    assert max(made) == (1 if case.format == "harmony" else 2)
+
+
 def test_without_parallel_calls_there_is_one(case: Case) -> None:
     grammar = case.grammar(TOOLS[1:2])
     for seed in SEEDS:
@@ -368,6 +376,7 @@ def test_a_strict_tool_whose_schema_is_not_enforced_is_refused_by_name() -> None
     with pytest.raises(Unsupported, match=r"'f'.*`uniqueItems`.*#/properties/a") as refused:
         Case("hermes").grammar([tool(unique, strict=True)])
     assert refused.value.param == "tools"
+    assert refused.value.info.message == str(refused.value)  # as the client reads it
 
 
 @pytest.mark.parametrize(

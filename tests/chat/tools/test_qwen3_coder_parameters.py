@@ -32,7 +32,6 @@ def test_a_parameter_that_is_defined_elsewhere_is_found_there() -> None:
         "properties": {"n": {"$ref": "#/$defs/Count"}, "lost": {"$ref": "#/$defs/Nothing"}},
         "$defs": {"Count": {"type": "integer"}},
     }
-    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    found = properties(tools)["f"]
+    found = properties({"name": "f", "parameters": parameters})
     assert typed("4", found["n"]) == "4"
     assert typed("4", found["lost"]) == '"4"'

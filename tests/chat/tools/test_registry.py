@@ -101,7 +101,7 @@ def test_the_registry_finds_a_format_in_a_new_module(
     (tmp_path / "invented.py").write_text(
         "from rekindle.chat.tools.format import ToolFormat\n"
         "from rekindle.chat.tools.stream import ReplyParser\n"
-        "FORMAT = ToolFormat(name='invented', parser=lambda reply: ReplyParser())\n"
+        "FORMAT = ToolFormat(name='invented', parser=ReplyParser)\n"
     )
     monkeypatch.setattr(tools, "__path__", [*tools.__path__, str(tmp_path)])
     names = {format.name for format in registry.discover()}

@@ -7,10 +7,10 @@ most templates were written for one of the three.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from rekindle.chat.messages import (
@@ -218,14 +218,13 @@ class SystemMessages:
         return _in_order(before, _REPLY, NEEDLE, _LAST) and _in_order(after, _REPLY, _LAST, NEEDLE)
 
     def adapt(self, messages: Sequence[Message]) -> Sequence[Message]:
-        is_first = bool(messages) and is_system(messages[0])
-        if not any(map(is_system, messages[is_first:])):
-            return messages if self.leading or not is_first else _merged(messages)
-        if self.later is SystemForm.AS_SENT and self.leading:
+        if not self.leading:
+            return merged(messages, is_system, _joined)
+        if self.later is SystemForm.AS_SENT or not any(map(is_system, messages[1:])):
             return messages
-        first, rest = _split(messages) if self.leading else ([], messages)
-        if self.later is SystemForm.MERGED or not self.leading:
-            return [*first, *_merged(rest)]
+        first, rest = _split(messages)
+        if self.later is SystemForm.MERGED:
+            return [*first, *merged(rest, is_system, _joined)]
         return [*first, *({**each, "role": "user"} if is_system(each) else each for each in rest)]
 
 
@@ -236,20 +235,23 @@ def _in_order(text: str, *words: str) -> bool:
 
 def _split(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
     """The system messages at the beginning as one, and the rest."""
-    count = next((at for at, each in enumerate(messages) if not is_system(each)), len(messages))
-    if count < 2:
-        return messages[:count], messages[count:]
-    return [{**messages[0], "content": _joined(messages[:count])}], messages[count:]
+    first = list(takewhile(is_system, messages))
+    rest = messages[len(first) :]
+    return [{**first[0], "content": _joined(first)}] if len(first) > 1 else first, rest
 
 
-def _merged(messages: Sequence[Message]) -> list[Message]:
-    """The messages with each run of system and user messages as one user message."""
-    merged: list[Message] = []
-    for is_input, group in groupby(messages, lambda m: is_system(m) or m.get("role") == "user"):
+def merged(
+    messages: Sequence[Message],
+    is_special: Callable[[Message], bool],
+    text: Callable[[Sequence[Message]], str],
+) -> list[Message]:
+    """Merge special messages and the user messages next to them into one user message."""
+    found: list[Message] = []
+    for _, group in groupby(messages, lambda m: is_special(m) or m.get("role") == "user"):
         run = list(group)
-        merged += [user(_joined(run))] if is_input and any(map(is_system, run)) else run
-    return merged
+        found += [user(text(run))] if any(map(is_special, run)) else run
+    return found
 
 
-def _joined(messages: Iterable[Message]) -> str:
+def _joined(messages: Sequence[Message]) -> str:
     return "\n\n".join(text_only(each.get("content")) for each in messages)

@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import groupby
 from typing import Any
 
 from blake3 import blake3
@@ -29,6 +28,7 @@ from rekindle.chat.capabilities.messages import (
     Tools,
     attempt,
     calling,
+    merged,
     result,
     shows_needle,
     user,
@@ -220,28 +220,23 @@ class ToolFallback:
             messages = [_with_calls_as_text(message) for message in messages]
         if self.shows_tools:
             return messages
-        messages = list(self._with_results(messages))
+        if self.shows_results:
+            messages = [
+                {**each, "content": _input_text(each)} if _is_result(each) else each
+                for each in messages
+            ]
+        else:
+            # Most of these templates require users and replies to alternate.
+            messages = merged(messages, _is_result, lambda run: "\n".join(map(_input_text, run)))
         return self._with_tools(messages, tools) if tools else messages
 
-    def _with_results(self, messages: Sequence[Message]) -> Iterator[Message]:
-        if self.shows_results:
-            for each in messages:
-                yield {**each, "content": _input_text(each)} if _is_result(each) else each
-            return
-        # Most of these templates require users and replies to alternate, so adjacent results and
-        # user messages become one user message.
-        for is_input, group in groupby(messages, lambda each: _is_result(each) or _is_user(each)):
-            run = list(group)
-            if is_input and any(map(_is_result, run)):
-                run = [user("\n".join(map(_input_text, run)))]
-            yield from run
-
-    def _with_tools(self, messages: list[Message], tools: Tools) -> list[Message]:
+    def _with_tools(self, messages: Sequence[Message], tools: Tools) -> list[Message]:
         instructions = INSTRUCTIONS.format(tools="\n".join(map(dump_json, tools)))
         if self.takes_system:
             at = 0 if messages and is_system(messages[0]) else None
         else:
-            at = next((at for at, each in enumerate(messages) if _is_user(each)), None)
+            users = (at for at, each in enumerate(messages) if each.get("role") == "user")
+            at = next(users, None)
         if at is None:
             role = "system" if self.takes_system else "user"
             return [{"role": role, "content": instructions}, *messages]
@@ -256,10 +251,6 @@ def uses_tools(message: Message) -> bool:
 
 def _is_result(message: Message) -> bool:
     return message.get("role") == "tool"
-
-
-def _is_user(message: Message) -> bool:
-    return message.get("role") == "user"
 
 
 def _with_calls_as_text(message: Message) -> Message:

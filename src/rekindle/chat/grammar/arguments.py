@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,15 +56,17 @@ class Tool:
             schema = target
         return {}
 
+    def unsupported(self, problem: str) -> Unsupported:
+        return Unsupported(f"In the function {self.name!r}: {problem}", param=PARAM)
+
     def arguments(self) -> list[Member]:
         """The arguments one by one, for notations other than JSON."""
         schema = self.resolved(self.schema)
         beyond = sorted(schema.keys() - _OBJECT_KEYWORDS - REMARKS - {"type"})
         if self.strict and beyond:
-            raise Unsupported(
-                f"In the function {self.name!r}: `{beyond[0]}` of the whole cannot be enforced in "
-                "the notation in which this model writes arguments.",
-                param=PARAM,
+            raise self.unsupported(
+                f"`{beyond[0]}` of the whole cannot be enforced in the notation in which this "
+                "model writes arguments."
             )
         return self.members(schema)
 
@@ -97,19 +100,16 @@ def _tool(function: Mapping[str, Any]) -> Tool:
     try:
         check(schema, param=PARAM)
     except BadRequest as error:
-        error.args = (f"In the function {name!r}: {error}",)
-        raise
+        raise type(error)(f"In the function {name!r}: {error}", param=PARAM) from None
     return Tool(name, schema, lenient=False, strict=True)
 
 
 def _enforceable(name: str, schema: Schema) -> Tool:
-    try:
+    with suppress(BadRequest):
         check_size(schema, PARAM)
-    except BadRequest:
-        return Tool(name, ANY_OBJECT, lenient=True, strict=False)
-    for lenient in (False, True):
-        if not refusal(schema, lenient=lenient):
-            return Tool(name, schema, lenient=lenient, strict=False)
+        for lenient in (False, True):
+            if not refusal(schema, lenient=lenient):
+                return Tool(name, schema, lenient=lenient, strict=False)
     return Tool(name, ANY_OBJECT, lenient=True, strict=False)
 
 
@@ -117,7 +117,7 @@ def _enforceable(name: str, schema: Schema) -> Tool:
 class Notation:
     """How a notation writes constants, strings and the members of objects."""
 
-    words: Mapping[str, str]  # its words for true, false and null
+    words: Mapping[str, str]  # its own words for JSON's true, false and null
     quote: str  # the quote around strings. Empty for JSON's own strings
     key: Callable[[str], str]  # writes a property's name and the separator after it
     comma: str
@@ -215,9 +215,7 @@ def json_value(rules: Rules, tool: Tool, schema: Schema) -> str:
     if not refusal(whole, lenient=tool.lenient):
         return rules.json(whole, lenient=tool.lenient)
     if tool.strict:
-        raise Unsupported(
-            f"In the function {tool.name!r}: references may only point to definitions.", param=PARAM
-        )
+        raise tool.unsupported("references may only point to definitions.")
     return rules.json({})
 
 
@@ -235,10 +233,9 @@ def alternatives(schema: Schema) -> list[Schema]:
 def bare_string(rules: Rules, tool: Tool, schema: Schema) -> str:
     """Text without quotes and escapes that matches a string's schema."""
     if "format" in schema and tool.strict:
-        raise Unsupported(
-            f"In the function {tool.name!r}: the format {schema['format']!r} cannot be enforced in "
-            "the notation in which this model writes strings.",
-            param=PARAM,
+        raise tool.unsupported(
+            f"the format {schema['format']!r} cannot be enforced in the notation in which this "
+            "model writes strings."
         )
     if not schema.keys() & {"pattern", "minLength", "maxLength"} or tool.lenient:
         return rules.text

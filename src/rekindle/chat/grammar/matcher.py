@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -12,7 +12,6 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from rekindle.chat.grammar.lark import Grammar
 from rekindle.chat.grammar.trial import PARSER_LIMITS, first_line
 from rekindle.errors import BadRequest, Unsupported
-from rekindle.tokens import Tokenizer
 
 _CONTROL_MARK = b"\xff"  # llguidance marks control tokens with this byte, which UTF-8 never uses
 _FORBIDDEN = np.float32(-np.inf)
@@ -60,11 +59,25 @@ class TokenMatcher:
         self._matcher.consume_tokens(list(tokens))
 
 
+class GrammarVocabulary(Protocol):
+    """The part of a tokenizer that constrains replies."""
+
+    @property
+    def bos(self) -> int | None: ...
+
+    @property
+    def control_texts(self) -> Mapping[str, int]: ...
+
+    def encode(self, text: str, *, special: bool) -> list[int]: ...
+
+    def piece(self, token: int, *, special: bool) -> bytes: ...
+
+
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. Thread-safe."""
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocabulary_size: int, end_tokens: Collection[int]
+        self, tokenizer: GrammarVocabulary, *, vocabulary_size: int, end_tokens: Collection[int]
     ) -> None:
         self._tokenizer = tokenizer
         self._size = vocabulary_size
@@ -93,7 +106,7 @@ class GrammarCompiler:
 
 
 class _Pieces:
-    def __init__(self, tokenizer: Tokenizer, size: int, end_token: int) -> None:
+    def __init__(self, tokenizer: GrammarVocabulary, size: int, end_token: int) -> None:
         self._encode = tokenizer.encode
         control = {token for token in tokenizer.control_texts.values() if token < size}
         self.eos_token_id = end_token
@@ -106,6 +119,6 @@ class _Pieces:
         return self._encode(text.decode(errors="replace"), special=False)
 
 
-def _piece(tokenizer: Tokenizer, token: int, is_control: bool) -> bytes:
+def _piece(tokenizer: GrammarVocabulary, token: int, is_control: bool) -> bytes:
     piece = tokenizer.piece(token, special=is_control)
     return b"" if piece.startswith(_CONTROL_MARK) and not is_control else piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from llguidance import regex_to_lark
@@ -13,7 +13,7 @@ from rekindle.chat.grammar.arguments import PARAM, Tool, callable_tools
 from rekindle.chat.grammar.gbnf import InvalidGbnf, gbnf_to_lark
 from rekindle.chat.grammar.lark import BLANKS, TEXT, Grammar, Rules, either, literal
 from rekindle.chat.grammar.schema import as_object, check
-from rekindle.chat.grammar.trial import Trials
+from rekindle.chat.grammar.trial import check_lark
 from rekindle.chat.reasoning import ReasoningFormat
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.protocol.requests import StructuredOutput, ToolUse
@@ -33,6 +33,7 @@ class ReplyStart:
 
 @dataclass(frozen=True, slots=True)
 class CallRules:
+    tools: Sequence[Tool]  # that may be called
     required: bool
     max_calls: int
     answer: str | None  # the expression of a reply without calls
@@ -45,10 +46,8 @@ class ReplySyntax(Protocol):
     def text(self) -> str:
         """A regular expression of text that is not a call."""
 
-    def calls(
-        self, rules: Rules, tools: Sequence[Tool], wanted: CallRules, start: ReplyStart
-    ) -> str:
-        """A reply that may call these tools, or has to."""
+    def calls(self, rules: Rules, wanted: CallRules, start: ReplyStart) -> str:
+        """A reply that may call tools, or has to."""
 
     def answer(self, rules: Rules, answer: str, start: ReplyStart) -> str:
         """A reply that is only an answer."""
@@ -71,13 +70,9 @@ class CallSyntax:
     def text(self) -> str:
         return rf"(?s:\s*|\s*[^\s\{self.bare}].*)" if self.bare else TEXT
 
-    def calls(
-        self, rules: Rules, tools: Sequence[Tool], wanted: CallRules, start: ReplyStart
-    ) -> str:
-        if wanted.required or wanted.answer:
-            body = self._calls_alone(rules, tools, wanted.max_calls)
-        else:
-            body = self._calls_in_text(rules, tools, wanted.max_calls)
+    def calls(self, rules: Rules, wanted: CallRules, start: ReplyStart) -> str:
+        alone = wanted.required or wanted.answer
+        body = (self._calls_alone if alone else self._calls_in_text)(rules, wanted)
         if wanted.answer:
             body = either((body, wanted.answer))
         return after_reasoning(rules, body, start)
@@ -85,18 +80,21 @@ class CallSyntax:
     def answer(self, rules: Rules, answer: str, start: ReplyStart) -> str:
         return after_reasoning(rules, answer, start)
 
-    def _calls_alone(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
+    def _calls_alone(self, rules: Rules, wanted: CallRules) -> str:
         trigger = rules.marker(self.trigger)
         if trigger and self.optional_trigger:
             trigger = f"({trigger})?"
         opening = f"{trigger} {rules.marker(self.lead)}"
         if self.gap is None:
-            return f"{opening} {self._block(rules, tools, most)}"
-        return rules.repeated(f"{opening} {self._block(rules, tools, 1)}", self.gap, most)
+            return f"{opening} {self._block(rules, wanted.tools, wanted.max_calls)}"
+        one = f"{opening} {self._block(rules, wanted.tools, 1)}"
+        return rules.repeated(one, self.gap, wanted.max_calls)
 
-    def _calls_in_text(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
+    def _calls_in_text(self, rules: Rules, wanted: CallRules) -> str:
+        most = wanted.max_calls
         in_block, blocks = (most, 1) if self.gap is None else (1, most)
-        calls = rules.rule(f"{rules.marker(self.lead)} {self._block(rules, tools, in_block)}")
+        block = self._block(rules, wanted.tools, in_block)
+        calls = rules.rule(f"{rules.marker(self.lead)} {block}")
         ways = [rules.text]
         if self.trigger:
             ways = [f"({rules.until(self.trigger)} {calls}){{0,{blocks}}} {rules.text}"]
@@ -107,6 +105,12 @@ class CallSyntax:
     def _block(self, rules: Rules, tools: Sequence[Tool], most: int) -> str:
         one = either(rules.rule(self.call(rules, tool)) for tool in tools)
         return f"{rules.repeated(one, self.comma, most)} {rules.marker(self.close)}"
+
+
+def is_strict(tool: object) -> bool:
+    """Whether every call of this tool has to follow its schema."""
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return isinstance(function, Mapping) and bool(function.get("strict"))
 
 
 def json_call(rules: Rules, tool: Tool) -> str:
@@ -136,7 +140,6 @@ class ReplyGrammars:
     syntax: ReplySyntax | None  # None if the format has no calls
     reasoning: ReasoningFormat | None
     control: Mapping[str, int]  # the text of each control token, and its id
-    trials: Trials = field(default_factory=Trials)
 
     def calls(
         self, tools: Tools, use: ToolUse, *, opened: bool, answer: StructuredOutput | None = None
@@ -154,18 +157,17 @@ class ReplyGrammars:
             )
         if self.syntax is None or not tools:
             return None if answer is None else self.answer(answer, opened=opened)
-        is_strict = any(tool["function"].get("strict") for tool in tools)
-        if not required and answer is None and not is_strict:
+        if not required and answer is None and not any(map(is_strict, tools)):
             return None
         rules = Rules(self.control, PARAM, self.syntax.text)
         wanted = CallRules(
-            required=required,
-            max_calls=MAX_CALLS if use.parallel and use.name is None else 1,
             answer=None if answer is None or required else self._expression(rules, answer),
+            tools=callable_tools(tools, use.name),
+            required=required,
+            max_calls=_max_calls(use),
         )
         start = ReplyStart(self.reasoning, opened)
-        offered = callable_tools(tools, use.name)
-        return rules.grammar(self.syntax.calls(rules, offered, wanted, start))
+        return rules.grammar(self.syntax.calls(rules, wanted, start))
 
     def answer(self, output: StructuredOutput, *, opened: bool) -> Grammar:
         """A reply that is only an answer, after its reasoning."""
@@ -184,16 +186,22 @@ class ReplyGrammars:
         param = output.param
         if output.grammar is not None:
             lark = _as_lark(output.grammar, param)
-            self.trials.check(lark, param)
+            check_lark(lark, param)
             return rules.rule(f"%lark {{\n{lark}\n}}")
         if output.regex is not None:
             pattern = f"/{_regex(output.regex)}/"
-            self.trials.check(f"start: {pattern}", param)
+            check_lark(f"start: {pattern}", param)
             return rules.terminal(pattern)
         if output.choices is not None:
             return rules.rule(either(map(literal, output.choices)))
         check(output.schema, param=param)
         return rules.json(as_object(output.schema, param=param))
+
+
+def _max_calls(use: ToolUse) -> int:
+    if not use.parallel or use.name is not None:
+        return 1
+    return min(use.max_calls or MAX_CALLS, MAX_CALLS)
 
 
 def _as_lark(grammar: str, param: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from math import isfinite, prod
@@ -12,7 +13,7 @@ from urllib.parse import unquote
 from llguidance import LLMatcher
 
 from rekindle.chat.grammar.lark import styled
-from rekindle.chat.grammar.trial import first_line
+from rekindle.chat.grammar.trial import cpu_left_s, first_line
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.protocol.requests import levels
 
@@ -213,36 +214,81 @@ def _multiple_cases(step: object) -> int:
 
 def _error(problem: str, place: str, param: str) -> BadRequest:
     if keys := _KEYS.search(problem):
-        named = keys[1].replace('"', "`")
-        return Unsupported(f"The schema uses {named}, which is not enforced: {place}.", param=param)
-    if name := _FORMAT.search(problem):
-        return Unsupported(
-            f"The schema uses the format {name[1][:80]!r}, which is not enforced: {place}.",
-            param=param,
-        )
-    return BadRequest(
-        f"The schema cannot be enforced: {first_line(problem)}: {place}.", param=param
-    )
+        used = keys[1].replace('"', "`")
+    elif name := _FORMAT.search(problem):
+        used = f"the format {name[1][:80]!r}"
+    else:
+        reason = first_line(problem)
+        return BadRequest(f"The schema cannot be enforced: {reason}: {place}.", param=param)
+    return Unsupported(f"The schema uses {used}, which is not enforced: {place}.", param=param)
 
 
 def _place(root: Schema, problem: str) -> str:
-    """A pointer to the smallest part of the schema that has the same problem."""
-    place, schema, seen, left = "#", root, {id(root)}, LIMITS.probes
+    """A pointer to the smallest part of the schema that has the same problem.
+
+    The search ends early, with a larger part, when the CPU time of this process might not suffice
+    for the next part.
+    """
+    place, schema, seen, left, cost_s = "#", root, {id(root)}, LIMITS.probes, 0.0
+    suspects = _suspects(root, problem)
     while True:
-        inner = [("/" + "/".join(path), part) for path, part in children(schema)]
-        target = resolve(root, schema.get("$ref"))
-        inner += [] if target is None else [(schema["$ref"], target)]
-        for path, part in inner:
+        for path, part in _inner(root, schema):
+            if id(part) in seen or id(part) not in suspects:
+                continue
+            left_s = cpu_left_s()
+            if not left or (left_s is not None and left_s < 2 * cost_s):
+                return place
             left -= 1
-            if id(part) not in seen and refusal(with_definitions(part, root)) == problem:
+            started_s = time.process_time()
+            found = refusal(with_definitions(part, root))
+            cost_s = max(cost_s, time.process_time() - started_s)
+            if found == problem:
                 seen.add(id(part))
                 place = path if path.startswith("#") else place + path
                 schema = part
                 break
-            if not left:
-                return place
         else:
             return place
+
+
+def _inner(root: Schema, schema: Schema) -> Iterator[tuple[str, Schema]]:
+    """The schemas inside a schema and the one to which it refers, each with a pointer to it."""
+    yield from (("/" + "/".join(path), part) for path, part in children(schema))
+    target = resolve(root, schema.get("$ref"))
+    if target is not None:
+        yield schema["$ref"], target
+
+
+def _suspects(root: Schema, problem: str) -> set[int]:
+    """The ids of the schemas that may have the problem, found without compiling anything.
+
+    A part without the problem takes longest to compile. So if the problem names keywords or a
+    format, only the schemas that contain them, or refer to one that does, are suspects.
+    """
+    schemas, above = {id(root): root}, dict[int, list[int]]()
+    waiting = [root]
+    while waiting:
+        schema = waiting.pop()
+        for _, part in _inner(root, schema):
+            above.setdefault(id(part), []).append(id(schema))
+            if id(part) not in schemas:
+                schemas[id(part)] = part
+                waiting.append(part)
+    suspects = {number for number, schema in schemas.items() if _may_have(schema, problem)}
+    spreading = list(suspects)
+    while spreading:
+        new = set(above.get(spreading.pop(), ())) - suspects
+        suspects |= new
+        spreading += new
+    return suspects
+
+
+def _may_have(schema: Schema, problem: str) -> bool:
+    if keys := _KEYS.search(problem):
+        return any(f'"{key}"' in keys[1] for key in schema)
+    if name := _FORMAT.search(problem):
+        return schema.get("format") == name[1]
+    return True
 
 
 def with_definitions(part: Schema, root: Schema) -> Schema:

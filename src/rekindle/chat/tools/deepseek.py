@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 from rekindle.chat.grammar.arguments import Tool
 from rekindle.chat.grammar.lark import Rules, either, literal
 from rekindle.chat.grammar.reply import CallSyntax, json_arguments
 from rekindle.chat.tools.format import ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps
+from rekindle.chat.tools.stream import NAME, MarkerFinder, Reading, Steps
 
 
 def _marker(text: str) -> str:
@@ -23,7 +21,6 @@ END, ALL_END = _marker("tool▁call▁end"), _marker("tool▁calls▁end")
 MARKERS = (*ALL_BEGIN, BEGIN, SEPARATOR, END, ALL_END)
 
 _TYPE = "function"
-_NAME = re.compile(r"[\w.:/-]*")
 _ENDS = MarkerFinder(BEGIN, END, ALL_END, "```")
 
 
@@ -56,12 +53,12 @@ class DeepSeekParser(JsonCallParser):
         """The name of a call whose arguments or end come next, or None without a call."""
         reader = self._reader
         yield from reader.space()
-        name = yield from reader.run(_NAME)
+        name = yield from reader.run(NAME)
         if not (yield from reader.starts(SEPARATOR)):
             return None
         yield from reader.space()
         if name == _TYPE and (yield from reader.peek()) != "{":
-            name = yield from reader.run(_NAME)
+            name = yield from reader.run(NAME)
             yield from reader.space()
             yield from reader.starts("```json", "```")
             yield from reader.space()
@@ -80,7 +77,7 @@ def _call(rules: Rules, tool: Tool) -> str:
 
 FORMAT = ToolFormat(
     name="deepseek",
-    parser=lambda reply: DeepSeekParser(),
+    parser=DeepSeekParser,
     syntax=lambda control: CallSyntax(call=_call, trigger=ALL_BEGIN[0], close=ALL_END),
     markers=MARKERS,
 )

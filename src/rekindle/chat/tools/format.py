@@ -5,36 +5,14 @@ The registry finds every ToolFormat that a module of this package declares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from rekindle.chat.grammar.reply import ReplyGrammars, ReplySyntax
 from rekindle.chat.reasoning import ReasoningFormat, ReasoningParser
-from rekindle.chat.tools.stream import ReplyParser
+from rekindle.chat.tools.stream import ReplyContext, ReplyParser, Tools
 
-Tools = Sequence[Mapping[str, Any]]
 ControlTokens = Mapping[str, int]  # the text of each control token, and its id
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyContext:
-    """What a parser has to know about the reply that it will read."""
-
-    tools: Tools
-    calls: bool = True  # the reply may call tools
-    opened: bool = False  # the prompt ends inside reasoning
-
-    @property
-    def tool_names(self) -> frozenset[str]:
-        return frozenset(name for name, _ in functions(self.tools))
-
-
-def functions(tools: Tools) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for tool in tools:
-        function = tool.get("function")
-        if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-            yield function["name"], function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +29,7 @@ class ToolFormat:
     reasoning: ReasoningFormat | None = None
 
 
-PLAIN_FORMAT = ToolFormat(name="plain", parser=lambda reply: ReplyParser())
+PLAIN_FORMAT = ToolFormat(name="plain", parser=ReplyParser)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +59,10 @@ class ReplyFormat:
         context = ReplyContext(tools, calls, opened)
         if self.tools.reasoning is not None:
             return self.tools.parser(context)
-        parser = self.tools.parser(context) if calls else ReplyParser()
+        parser = self.tools.parser(context) if calls else ReplyParser(context)
         if self.reasoning is None:
             return parser
-        return ReasoningParser(self.reasoning, parser, opened=opened)
+        return ReasoningParser(context, self.reasoning, parser)
 
     def opens_reasoning(self, prompt: str) -> bool:
         return self.reasoning is not None and self.reasoning.is_open(prompt)

@@ -11,10 +11,16 @@ from rekindle.chat.grammar.reply import CallSyntax
 from rekindle.chat.messages import dump_json
 from rekindle.chat.tools.format import ToolFormat
 from rekindle.chat.tools.literals import loose_syntax, read_literal, read_string
-from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps, StreamParser
+from rekindle.chat.tools.stream import (
+    NAME,
+    MarkerFinder,
+    Reading,
+    ReplyContext,
+    Steps,
+    StreamParser,
+)
 
 _CALL = "call:"
-_NAME = re.compile(r"[\w.:/-]*")
 _BARE_KEY = re.compile(r"[\w-]+")
 
 
@@ -34,10 +40,10 @@ GEMMA_4 = Spelling("<|tool_call>", "<tool_call|>", '<|"|>', "<|tool_response>")
 class GemmaParser(StreamParser):
     """Passes arguments on in whole pairs of key and value."""
 
-    def __init__(self, spelling: Spelling) -> None:
+    def __init__(self, reply: ReplyContext, spelling: Spelling) -> None:
         self.opens = MarkerFinder(spelling.open, spelling.response)
         self.closes = (spelling.close,)
-        super().__init__()
+        super().__init__(reply)
         self._spelling = spelling
         self._syntax = loose_syntax(spelling.quote)
         self._ends = MarkerFinder(spelling.close, spelling.open, spelling.response)
@@ -65,7 +71,7 @@ class GemmaParser(StreamParser):
         if not (yield from reader.starts(_CALL)):
             return None
         yield from reader.space()
-        name = yield from reader.run(_NAME)
+        name = yield from reader.run(NAME)
         yield from reader.space()
         return name or None if (yield from reader.starts("{")) else None
 
@@ -115,8 +121,7 @@ class GemmaParser(StreamParser):
 
 
 def _format(name: str, spelling: Spelling) -> ToolFormat:
-    words = {word: word for word in ("true", "false", "null")}
-    notation = Notation(words, spelling.quote, key=_key, comma=",")
+    notation = Notation({}, spelling.quote, key=_key, comma=",")
 
     def call(rules: Rules, tool: Tool) -> str:
         members = Values(rules, tool, notation).members(notation.key, tool.arguments())
@@ -125,7 +130,7 @@ def _format(name: str, spelling: Spelling) -> ToolFormat:
     syntax = CallSyntax(call=call, trigger=spelling.open, close=spelling.close, gap="")
     return ToolFormat(
         name=name,
-        parser=lambda reply: GemmaParser(spelling),
+        parser=lambda reply: GemmaParser(reply, spelling),
         syntax=lambda control: syntax,
         markers=tuple(spelling),
         end_markers=(spelling.response,),

@@ -43,9 +43,9 @@ class Gemma3Parser(StreamParser):
     def _statement(self) -> Reading[list[PythonCall] | None]:
         reader = self._reader
         if (yield from reader.peek()) == "[":
-            return (yield from read_calls(reader, self._tool_names))
+            return (yield from read_calls(reader, self._functions))
         printed = yield from reader.starts("print(")  # many prompts teach the model to print
-        call = yield from read_call(reader, self._tool_names)
+        call = yield from read_call(reader, self._functions)
         if call is None or (printed and not (yield from reader.starts(")"))):
             return None
         return [call]
@@ -53,7 +53,7 @@ class Gemma3Parser(StreamParser):
 
 FORMAT = ToolFormat(
     name="gemma3",
-    parser=lambda reply: Gemma3Parser(reply.tool_names),
+    parser=Gemma3Parser,
     syntax=lambda control: CallSyntax(
         call=python_call, trigger=OPEN, lead="\n", comma="\n", close="\n```"
     ),

@@ -6,15 +6,21 @@ Reasoning has its own channel, so this format parses and constrains reasoning to
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from rekindle.chat.grammar.arguments import Tool
 from rekindle.chat.grammar.lark import TEXT, Rules, either, literal
 from rekindle.chat.grammar.reply import CallRules, ReplyStart, json_arguments
 from rekindle.chat.reasoning import ReasoningFormat
 from rekindle.chat.tools.format import ToolFormat
-from rekindle.chat.tools.stream import MarkerFinder, Steps, StreamParser, TrailingSpace
+from rekindle.chat.tools.stream import (
+    NAME,
+    MarkerFinder,
+    ReplyContext,
+    Steps,
+    StreamParser,
+    TrailingSpace,
+)
 from rekindle.protocol.events import ReasoningDelta, TextDelta
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -26,15 +32,9 @@ REASONING = ReasoningFormat(f"{CHANNEL}analysis{MESSAGE}", MESSAGE_END)
 _ANY = MarkerFinder(*MARKERS)
 _FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=(\S+)")
-_ADDRESS = re.compile(r"[\w.:/-]*")
 _HEADER = re.compile(r"[\w\s=.:/-]{0,200}")
 
 _Delta = type[TextDelta] | type[ReasoningDelta]
-
-
-class MessageHeader(NamedTuple):
-    channel: str
-    recipient: str
 
 
 class HarmonyParser(StreamParser):
@@ -44,32 +44,30 @@ class HarmonyParser(StreamParser):
     headers are dropped. Text outside of all messages is passed on.
     """
 
-    def __init__(self, names: Collection[str], *, calls: bool, opened: bool) -> None:
-        super().__init__(names)
-        self._may_call = calls
-        self._opened = opened
+    def __init__(self, reply: ReplyContext) -> None:
+        super().__init__(reply)
         self._emitted: set[_Delta] = set()
 
     def _run(self) -> Steps[None]:
-        if self._opened:
+        if self._reply.opened:
             yield from self._message(ReasoningDelta)
         while (header := (yield from self._header())) is not None:
-            name = self._function(header.recipient)
+            channel, recipient = header
+            name = self._function(recipient)
             if name is not None:
                 yield self._start_call(name)
                 yield from self._raw_arguments(_ANY)
                 yield from self._reader.starts(*ENDS)
             else:
-                is_reasoning = header.channel == "analysis"
-                yield from self._message(ReasoningDelta if is_reasoning else TextDelta)
+                yield from self._message(ReasoningDelta if channel == "analysis" else TextDelta)
 
     def _function(self, recipient: str) -> str | None:
         name = recipient.removeprefix(_FUNCTIONS)
-        known = name in self._tool_names or recipient.startswith(_FUNCTIONS)
-        return name if name and known and self._may_call else None
+        known = name in self._functions or recipient.startswith(_FUNCTIONS)
+        return name if name and known and self._reply.calls else None
 
-    def _header(self) -> Steps[MessageHeader | None]:
-        """Reads the next header, up to the text of its message. Returns None at the end."""
+    def _header(self) -> Steps[tuple[str, str] | None]:
+        """Reads the channel and recipient of the next message. Returns None at the end."""
         texts = {"": (yield from self._header_start())}
         while marker := (yield from self._reader.starts(*MARKERS)):
             if marker == MESSAGE:
@@ -96,7 +94,7 @@ class HarmonyParser(StreamParser):
             yield from reader.starts("assistant")
             yield from reader.space()
             if (yield from reader.starts("to=")):
-                yield from reader.run(_ADDRESS)
+                yield from reader.run(NAME)
             yield from reader.space()
             text = reader.release()
             if (yield from reader.at_marker(_ANY)):
@@ -133,11 +131,10 @@ class HarmonyParser(StreamParser):
         self.in_reasoning = False
 
 
-def _parse_header(texts: dict[str, str]) -> MessageHeader:
-    header = " ".join(texts.values())
-    recipient = _RECIPIENT.search(header)
+def _parse_header(texts: dict[str, str]) -> tuple[str, str]:
+    recipient = _RECIPIENT.search(" ".join(texts.values()))
     channel = texts.get(CHANNEL, "").split()
-    return MessageHeader(channel[0] if channel else "", recipient[1] if recipient else "")
+    return channel[0] if channel else "", recipient[1] if recipient else ""
 
 
 class HarmonySyntax:
@@ -145,10 +142,8 @@ class HarmonySyntax:
 
     text = TEXT
 
-    def calls(
-        self, rules: Rules, tools: Sequence[Tool], wanted: CallRules, start: ReplyStart
-    ) -> str:
-        ways = [_call(rules, tool) for tool in tools]
+    def calls(self, rules: Rules, wanted: CallRules, start: ReplyStart) -> str:
+        ways = [_call(rules, tool) for tool in wanted.tools]
         if not wanted.required:
             ways.append(f"{_channel(rules, 'final')} {wanted.answer or rules.text}")
         channels = ("analysis",) if wanted.required else ("analysis", "commentary")
@@ -179,7 +174,7 @@ def _channel(rules: Rules, channel: str) -> str:
 
 FORMAT = ToolFormat(
     name="harmony",
-    parser=lambda reply: HarmonyParser(reply.tool_names, calls=reply.calls, opened=reply.opened),
+    parser=HarmonyParser,
     syntax=lambda control: HarmonySyntax(),
     markers=MARKERS,
     reasoning=REASONING,

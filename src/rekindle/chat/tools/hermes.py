@@ -51,6 +51,4 @@ def _syntax(control: ControlTokens) -> CallSyntax:
     )
 
 
-FORMAT = ToolFormat(
-    name="hermes", parser=lambda reply: HermesParser(), syntax=_syntax, markers=MARKERS
-)
+FORMAT = ToolFormat(name="hermes", parser=HermesParser, syntax=_syntax, markers=MARKERS)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from rekindle.chat.messages import without_surrogates
-from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps, StreamParser
+from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps, StreamParser, StreamReader
 from rekindle.protocol.events import Part
 
 NAMES = ("name", "function")
@@ -49,17 +49,23 @@ class JsonScan:
         self._pattern: re.Pattern[str] | None = None
         self._depth = 0
 
-    def read(self, text: str, at: int, *, ended: bool) -> int:
+    def piece(self, reader: StreamReader) -> Reading[str]:
+        """Takes the next piece of the value. Empty at its end."""
+        while not self.done:
+            end = self._end(reader.text, reader.at, reader.ended)
+            if end > reader.at:
+                return reader.take(end)
+            if reader.ended:
+                break
+            if not self.done:
+                yield
+        return ""
+
+    def _end(self, text: str, at: int, ended: bool) -> int:
+        """The position up to which the text certainly belongs to the value."""
         limit = len(text) if ended else self._stops.certain(text, at)
         if self._pattern is None and at < limit:
-            match text[at]:
-                case '"':
-                    self._pattern = self._patterns.inside
-                    at += 1
-                case "{" | "[":
-                    self._pattern = self._patterns.outside
-                case _:
-                    self._pattern = self._patterns.scalar
+            self._pattern = self._patterns.outside if text[at] in '"{[' else self._patterns.scalar
         while not self.done and self._pattern is not None:
             match = self._pattern.search(text, at)
             if match is None or match.start() >= limit:
@@ -231,7 +237,7 @@ class JsonCallParser(StreamParser):
         first = yield from self._reader.peek()
         if first in ("{", "["):
             value = JsonScan(self.stops)
-            while piece := (yield from self._reader.scan(value)):
+            while piece := (yield from value.piece(self._reader)):
                 yield self._arguments(piece)
             return value.done
         text, value = yield from self._raw()
@@ -249,6 +255,6 @@ class JsonCallParser(StreamParser):
         """The text of one value, and the scan that found its end."""
         value = JsonScan(self.stops)
         pieces = []
-        while piece := (yield from self._reader.scan(value)):
+        while piece := (yield from value.piece(self._reader)):
             pieces.append(piece)
         return "".join(pieces), value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -32,7 +32,6 @@ class LiteralSyntax(NamedTuple):
     """How a notation writes strings and bare words."""
 
     quotes: Mapping[str, MarkerFinder]  # each opening quote, and the finder of its end
-    escaped: Collection[str]  # quotes between which a backslash escapes
     word: re.Pattern[str]
     key: re.Pattern[str]
     loose: bool  # a bare word that is not a number or constant is a string
@@ -40,7 +39,6 @@ class LiteralSyntax(NamedTuple):
 
 PYTHON = LiteralSyntax(
     quotes={quote: MarkerFinder(quote, escapes=True) for quote in ('"""', "'''", '"', "'")},
-    escaped=('"""', "'''", '"', "'"),
     word=re.compile(r"[\w.+-]*"),
     key=re.compile(r"[\w.+-]*"),
     loose=False,
@@ -51,7 +49,6 @@ def loose_syntax(quote: str) -> LiteralSyntax:
     """A notation with bare keys, and with a special token around strings."""
     return LiteralSyntax(
         quotes={quote: MarkerFinder(quote), '"': MarkerFinder('"', escapes=True)},
-        escaped=('"',),
         word=re.compile(r"[^,{}\[\]<]*"),
         key=re.compile(r"[^:,{}\[\]<]*"),
         loose=True,
@@ -73,12 +70,12 @@ def read_literal(reader: StreamReader, syntax: LiteralSyntax) -> Reading[str | N
     while len(closers) <= MAX_DEPTH:
         yield from reader.space()
         first = yield from reader.peek()
-        if first in _CLOSERS and first:
+        if first in _CLOSERS:
             reader.skip(1)
             closers.append(_CLOSERS[first])
             out.append(_JSON.get(first, first))
             continue
-        if closers and first in (",", ":") and first:
+        if closers and first in (",", ":"):
             reader.skip(1)
             out.append(first)
             continue
@@ -119,11 +116,12 @@ def read_string(reader: StreamReader, syntax: LiteralSyntax) -> Reading[str | No
     quote = yield from reader.starts(*syntax.quotes)
     if quote is None:
         return None
-    body, end = yield from reader.all_until(syntax.quotes[quote])
+    finder = syntax.quotes[quote]
+    body, end = yield from reader.all_until(finder)
     if end is None:
         return None
     reader.skip(len(end))
-    return without_surrogates(_ESCAPE.sub(_unescape, body)) if quote in syntax.escaped else body
+    return without_surrogates(_ESCAPE.sub(_unescape, body)) if finder.escapes else body
 
 
 def _unescape(match: re.Match[str]) -> str:

@@ -30,12 +30,12 @@ class Llama3Parser(JsonCallParser):
     keys = (*NAMES, *ARGUMENTS, "type", "id")  # with any other key it is an answer in JSON
 
     def _accepts(self, name: str) -> bool:
-        return name in self._tool_names
+        return name in self._functions
 
     def _may_be_call(self, held: str) -> bool:
         """Whether the cut text may be the first key of a call, or the name of a known tool."""
         if name := _CUT_NAME.search(held):
-            return any(known.startswith(name[1]) for known in self._tool_names)
+            return any(known.startswith(name[1]) for known in self._functions)
         if key := _CUT_KEY.fullmatch(held):
             return bool(key[1]) and any(known.startswith(key[1]) for known in self.keys)
         return super()._may_be_call(held)
@@ -66,9 +66,4 @@ def _call(rules: Rules, tool: Tool) -> str:
     return rules.json(schema, lenient=tool.lenient)
 
 
-FORMAT = ToolFormat(
-    name="llama3-json",
-    parser=lambda reply: Llama3Parser(reply.tool_names),
-    syntax=_syntax,
-    markers=MARKERS,
-)
+FORMAT = ToolFormat(name="llama3-json", parser=Llama3Parser, syntax=_syntax, markers=MARKERS)

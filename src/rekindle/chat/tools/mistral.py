@@ -9,12 +9,11 @@ from rekindle.chat.grammar.lark import Rules, literal
 from rekindle.chat.grammar.reply import CallSyntax, json_arguments, json_call
 from rekindle.chat.tools.format import ControlTokens, ToolFormat
 from rekindle.chat.tools.json_calls import JsonCallParser
-from rekindle.chat.tools.stream import MarkerFinder, Reading, Steps
+from rekindle.chat.tools.stream import NAME, MarkerFinder, Reading, Steps
 
 OPEN, ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 MARKERS = (OPEN, ID, ARGS)
 
-_NAME = re.compile(r"[\w.:/-]*")
 _ID = re.compile(r"\w*")
 
 
@@ -32,7 +31,7 @@ class MistralParser(JsonCallParser):
             if not (yield from self._objects()):
                 yield from self._release_as_text()
             return
-        name = yield from reader.run(_NAME)
+        name = yield from reader.run(NAME)
         if not (name and (yield from self._has_arguments())):
             yield from self._release_as_text()
             return
@@ -64,6 +63,4 @@ def _named_call(rules: Rules, tool: Tool) -> str:
     return f"{literal(tool.name)} {rules.marker(ARGS)} {json_arguments(rules, tool)}"
 
 
-FORMAT = ToolFormat(
-    name="mistral", parser=lambda reply: MistralParser(), syntax=_syntax, markers=MARKERS
-)
+FORMAT = ToolFormat(name="mistral", parser=MistralParser, syntax=_syntax, markers=MARKERS)

@@ -91,13 +91,13 @@ class PythonicParser(StreamParser):
             return True
         found = _FIRST_NAME.match(held)
         name = found[1] if found else ""
-        return bool(name) and any(known.startswith(name) for known in self._tool_names)
+        return bool(name) and any(known.startswith(name) for known in self._functions)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
         reader.hold(marker)
         yield from reader.space()
-        while calls := (yield from read_calls(reader, self._tool_names)):
+        while calls := (yield from read_calls(reader, self._functions)):
             for call in calls:
                 yield from self._whole_call(*call)
             reader.hold()
@@ -130,9 +130,4 @@ def _syntax(control: ControlTokens) -> CallSyntax:
     )
 
 
-FORMAT = ToolFormat(
-    name="pythonic",
-    parser=lambda reply: PythonicParser(reply.tool_names),
-    syntax=_syntax,
-    markers=MARKERS,
-)
+FORMAT = ToolFormat(name="pythonic", parser=PythonicParser, syntax=_syntax, markers=MARKERS)

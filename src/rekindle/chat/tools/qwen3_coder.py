@@ -15,7 +15,7 @@ from rekindle.chat.grammar.lark import Rules, either, literal
 from rekindle.chat.grammar.reply import CallSyntax
 from rekindle.chat.grammar.schema import resolve
 from rekindle.chat.messages import dump_json
-from rekindle.chat.tools.format import ControlTokens, ToolFormat, Tools, functions
+from rekindle.chat.tools.format import ControlTokens, ToolFormat
 from rekindle.chat.tools.literals import NUMBER, PYTHON, is_json, read_literal
 from rekindle.chat.tools.stream import (
     MarkerFinder,
@@ -40,10 +40,6 @@ _VALUE_ENDS = MarkerFinder(VALUE_END, "\n" + PARAMETER, "\n" + FUNCTION_END)
 class Qwen3CoderParser(StreamParser):
     opens = MarkerFinder(*TAGS, FUNCTION)
     closes = CLOSES
-
-    def __init__(self, tools: Tools) -> None:
-        super().__init__()
-        self._properties = properties(tools)
 
     def _block(self, marker: str) -> Steps[None]:
         reader = self._reader
@@ -70,7 +66,7 @@ class Qwen3CoderParser(StreamParser):
 
     def _parameters(self, name: str, following: str | None) -> Steps[None]:
         before = "{"
-        schemas = self._properties.get(name, {})
+        schemas = properties(self._functions.get(name, {}))
         while following == PARAMETER:
             self._reader.hold(PARAMETER)
             key = yield from self._tag_rest()
@@ -102,15 +98,12 @@ class Qwen3CoderParser(StreamParser):
         return text.removesuffix("\n"), end
 
 
-def properties(tools: Tools) -> dict[str, Mapping[str, Any]]:
-    """The schemas of each tool's parameters, by the tool's name."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for name, function in functions(tools):
-        parameters = function.get("parameters")
-        members = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        schemas = members if isinstance(members, Mapping) else {}
-        found[name] = {each: _resolved(schemas[each], parameters) for each in schemas}
-    return found
+def properties(function: Mapping[str, Any]) -> dict[str, Any]:
+    """The schemas of a function's parameters, by name."""
+    parameters = function.get("parameters")
+    members = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    schemas = members if isinstance(members, Mapping) else {}
+    return {name: _resolved(schema, parameters) for name, schema in schemas.items()}
 
 
 def _resolved(schema: Any, parameters: Any) -> Any:
@@ -213,7 +206,7 @@ def _is_bare(tool: Tool, schema: Mapping[str, Any], levels: int = 4) -> bool:
 
 FORMAT = ToolFormat(
     name="qwen3-coder",
-    parser=lambda reply: Qwen3CoderParser(reply.tools),
+    parser=Qwen3CoderParser,
     syntax=_syntax,
     markers=(*TAGS, *TAG_ENDS),
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Generator
-from typing import Protocol, TypeVar
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rekindle.protocol.events import ArgumentsDelta, Part, TextDelta, ToolCallStart
 
@@ -13,6 +14,9 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # a read that yields None until the text it needs has arrived
 Steps = Generator[Part | None, None, T]  # a read that also yields the parts it finds
 
+Tools = Sequence[Mapping[str, Any]]
+
+NAME = re.compile(r"[\w.:/-]*")  # of a function
 SPACE = re.compile(r"\s*")
 
 
@@ -23,7 +27,7 @@ class MarkerFinder:
     """
 
     def __init__(self, *markers: str, escapes: bool = False) -> None:
-        self.markers = markers
+        self.markers, self.escapes = markers, escapes
         self.pattern = "|".join(map(re.escape, markers)) or "(?!)"
         escape = r"\\." if escapes else "(?!)"
         self._whole = re.compile(f"({self.pattern})|{escape}", re.DOTALL)
@@ -54,16 +58,6 @@ def _prefixes(text: str) -> str:
     return pattern
 
 
-class Scan(Protocol):
-    """Finds the end of a value in a text, and continues where it last stopped."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def read(self, text: str, at: int, *, ended: bool) -> int:
-        """The position up to which the text certainly belongs to the value."""
-
-
 class StreamReader:
     """Holds text that has arrived and was not taken yet.
 
@@ -72,20 +66,20 @@ class StreamReader:
     """
 
     def __init__(self, text: str = "", *, ended: bool = False) -> None:
-        self._text = text
-        self._at = 0
+        self.text = text
+        self.at = 0
         self.ended = ended
         self._is_marker_cut = False  # the text ended inside an expected marker
         self._held: list[str] | None = None
 
     def feed(self, text: str) -> None:
-        self._text = self._text[self._at :] + text
-        self._at = 0
+        self.text = self.text[self.at :] + text
+        self.at = 0
 
     @property
     def is_at_end(self) -> bool:
         """Whether everything was taken, except the beginning of an expected marker."""
-        return self.ended and (self._at == len(self._text) or self._is_marker_cut)
+        return self.ended and (self.at == len(self.text) or self._is_marker_cut)
 
     def hold(self, text: str = "") -> None:
         """Starts to record the taken text, beginning with `text`."""
@@ -101,25 +95,25 @@ class StreamReader:
 
     def peek(self) -> Reading[str]:
         """The next character, which is not taken. Empty at the end."""
-        while self._at == len(self._text):
+        while self.at == len(self.text):
             if self.ended:
                 return ""
             yield
-        return self._text[self._at]
+        return self.text[self.at]
 
     def skip(self, characters: int) -> None:
-        self._take(self._at + characters)
+        self.take(self.at + characters)
 
     def run(self, pattern: re.Pattern[str]) -> Reading[str]:
         """Takes all characters that match the pattern, a repeated character class."""
         taken = ""
         pieces: list[str] = []
         while True:
-            match = pattern.match(self._text, self._at)
-            if match and match.end() > self._at:
-                taken = self._take(match.end())
+            match = pattern.match(self.text, self.at)
+            if match and match.end() > self.at:
+                taken = self.take(match.end())
                 pieces.append(taken)
-            if self.ended or self._at < len(self._text):
+            if self.ended or self.at < len(self.text):
                 return taken if len(pieces) < 2 else "".join(pieces)
             yield
 
@@ -141,9 +135,9 @@ class StreamReader:
         while True:
             found, waits = "", False
             for marker in markers:
-                if self._text.startswith(marker, self._at):
+                if self.text.startswith(marker, self.at):
                     found = max(found, marker, key=len)
-                elif marker.startswith(self._text[self._at : self._at + len(marker)]):
+                elif marker.startswith(self.text[self.at : self.at + len(marker)]):
                     waits = not self.ended  # only a part of it has arrived
                     self._is_marker_cut |= self.ended
             if not waits:
@@ -156,11 +150,11 @@ class StreamReader:
         Without a marker, more text follows. If the text is empty too, this is the end.
         """
         while True:
-            end, marker = finder.find(self._text, self._at)
+            end, marker = finder.find(self.text, self.at)
             if self.ended and marker is None:
-                end = len(self._text)
-            if end > self._at or marker is not None or self.ended:
-                return self._take(end), marker
+                end = len(self.text)
+            if end > self.at or marker is not None or self.ended:
+                return self.take(end), marker
             yield
 
     def all_until(self, finder: MarkerFinder) -> Reading[tuple[str, str | None]]:
@@ -172,24 +166,13 @@ class StreamReader:
             if marker is not None or not text:
                 return "".join(pieces), marker
 
-    def scan(self, scan: Scan) -> Reading[str]:
-        """Takes the next piece of a value. Empty at its end."""
-        while not scan.done:
-            end = scan.read(self._text, self._at, ended=self.ended)
-            if end > self._at:
-                return self._take(end)
-            if self.ended:
-                break
-            if not scan.done:
-                yield
-        return ""
-
     def rest(self) -> str:
-        return self._take(len(self._text))
+        return self.take(len(self.text))
 
-    def _take(self, end: int) -> str:
-        text = self._text[self._at : end]
-        self._at = end
+    def take(self, end: int) -> str:
+        """Takes the text up to the position `end`."""
+        text = self.text[self.at : end]
+        self.at = end
         if self._held is not None:
             self._held.append(text)
         return text
@@ -226,6 +209,20 @@ class TrailingSpace:
         return space
 
 
+@dataclass(frozen=True, slots=True)
+class ReplyContext:
+    """What a parser has to know about the reply that it will read."""
+
+    tools: Tools
+    calls: bool  # the reply may call tools
+    opened: bool  # the prompt ends inside reasoning
+
+
+def functions(tools: Tools) -> dict[str, Mapping[str, Any]]:
+    found = [function for tool in tools if isinstance(function := tool.get("function"), Mapping)]
+    return {each["name"]: each for each in found if isinstance(each.get("name"), str)}
+
+
 class ReplyParser:
     """Splits the text of one reply, which arrives in pieces of any size, into its parts.
 
@@ -234,7 +231,8 @@ class ReplyParser:
     not JSON are passed on unchanged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reply: ReplyContext) -> None:
+        self._reply = reply
         self.in_reasoning = False  # the next text is still reasoning, as far as is known
         self.ended_calls = 0  # number of complete calls
         self.is_call_cut = False  # the reply was cut off in a call before any of it was passed on
@@ -263,9 +261,9 @@ class StreamParser(ReplyParser):
     closes: tuple[str, ...] = ()  # markers that end a call. Before the first call they are text
     begins_with_block = False  # a reply may begin with a block without a marker
 
-    def __init__(self, tool_names: Collection[str] = ()) -> None:
-        super().__init__()
-        self._tool_names = tool_names
+    def __init__(self, reply: ReplyContext) -> None:
+        super().__init__(reply)
+        self._functions = functions(reply.tools)
         self._cut = False
         self._reader = StreamReader()
         self._calls = 0
