@@ -383,7 +383,7 @@ def test_a_project_is_read_as_documented() -> None:
     assert project.model == "Qwen/Qwen3-8B-GGUF"
     assert project.system_prompt == "You are a financial analyst..."
     assert (project.cache.warm_on_startup, project.cache.pinned) == (True, True)
-    assert (project.cache.ttl, project.shared) == (1800, False)
+    assert (project.cache.ttl, project.shared) == (None, False)
 
 
 def test_a_tool_that_is_only_named_becomes_a_function() -> None:
@@ -411,9 +411,20 @@ def test_an_invalid_project_is_refused_with_its_path(project: str, said: str) ->
     assert said in found
 
 
-def test_a_project_with_a_null_ttl_never_expires() -> None:
-    text = "projects: {a: {system_prompt: x, cache: {ttl: null}}}"
-    assert load(text=text).projects["a"].cache.ttl is None
+@pytest.mark.parametrize(
+    ("cache", "ttl"),
+    [
+        ("{ttl: null}", None),
+        ("{pinned: true}", None),
+        ("{pinned: true, ttl: 60}", 60.0),
+        ("{pinned: false}", 1800.0),
+    ],
+)
+def test_a_project_expires_unless_it_is_pinned_or_has_a_null_ttl(
+    cache: str, ttl: float | None
+) -> None:
+    text = f"projects: {{a: {{system_prompt: x, cache: {cache}}}}}"
+    assert load(text=text).projects["a"].cache.ttl == ttl
 
 
 def test_the_environment_can_name_the_file(tmp_path: Path) -> None:
@@ -480,3 +491,12 @@ def test_keys_stay_in_the_front() -> None:
 def test_an_origin_is_written_as_browsers_send_it(origin: str) -> None:
     sentence = refusal(flags={"cors_origin": [origin]})
     assert sentence.startswith("`--cors-origin`: takes * or an origin such as ")
+
+
+def test_a_config_knows_which_settings_were_given(tmp_path: Path) -> None:
+    file = tmp_path / "rekindle.yaml"
+    file.write_text("max_tokens: null\ntemperature: 0.7\n")
+    config = load_config({"port": 9000}, {"REKINDLE_TOP_P": "0.9"}, file)
+    assert config.given == {"max_tokens", "temperature", "top_p", "port"}
+    with pytest.raises(ConfigError, match="unknown setting"):
+        load_config({"given": ["port"]}, {})

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from rekindle.fair_queue import FairQueue, FairSlots
+from rekindle.fair_queue import FairQueue, FairShare, FairSlots
 
 PATIENCE_S = 20.0
 
@@ -53,6 +53,13 @@ def popped(items: FairQueue[str]) -> list[str]:
     return list(iter(items.pop, None))
 
 
+def test_skipped_tenants_keep_their_place() -> None:
+    items = queue("a1", "a2", "b1", "c1")
+    assert items.pop(skip={b"a"}) == "b1"
+    assert items.pop(skip={b"a", b"c"}) is None
+    assert popped(items) == ["a1", "c1", "a2"]
+
+
 def test_tenants_take_turns_and_each_keeps_its_order() -> None:
     items = queue("a1", "a2", "a3", "b1", "c1", "b2")
     assert len(items) == 6
@@ -80,6 +87,47 @@ def test_a_copy_is_independent() -> None:
     items = queue("a1", "b1", "a2")
     assert popped(items.copy()) == ["a1", "b1", "a2"]
     assert sorted(items) == ["a1", "a2", "b1"]
+
+
+def shares() -> FairShare[str]:
+    return FairShare(lambda item: item[:1].encode())
+
+
+def test_the_tenant_that_has_received_least_comes_first() -> None:
+    share = shares()
+    share.charge(b"a", 5)
+    share.charge(b"b", 2)
+    assert share.order([b"a", b"b", b"c"]) == [b"c", b"b", b"a"]
+    share.charge(b"b", 3)
+    assert share.order([b"b", b"a"]) == [b"b", b"a"]  # equal ones keep their order
+
+
+def test_items_of_tenants_are_interleaved_and_each_keeps_its_order() -> None:
+    share = shares()
+    share.charge(b"a", 1)
+    assert share.interleave(["a1", "a2", "b1", "c1", "b2"]) == ["b1", "c1", "a1", "b2", "a2"]
+    assert share.interleave([]) == []
+
+
+def test_a_pause_earns_no_credit() -> None:
+    share = shares()
+    share.charge(b"b", 1)
+    for _ in range(100):
+        share.charge(b"a", 1)
+    served = []
+    for _ in range(6):
+        [tenant, _] = share.order([b"a", b"b"])
+        share.charge(tenant, 1)
+        served.append(tenant)
+    assert served == [b"b", b"a", b"b", b"a", b"b", b"a"]
+
+
+def test_a_share_remembers_only_tenants_that_are_ahead() -> None:
+    share = shares()
+    for number in range(1000):
+        share.charge(b"%d" % number, 1)
+        share.charge(b"x", 1)
+    assert len(share._received) <= 2
 
 
 def test_tenants_get_slots_in_turn() -> None:

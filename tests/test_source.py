@@ -58,6 +58,7 @@ CROSS_CUTTING = {
     "kvcache/tiers/test_contract.py",
     "runtime/test_exactness.py",
     "runtime/test_format_loops.py",
+    "runtime/test_ownership.py",
     "runtime/test_parts.py",
     "runtime/test_promises.py",
     "runtime/test_restart.py",

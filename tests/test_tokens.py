@@ -46,7 +46,8 @@ def test_tokens_are_equal_if_their_ids_are(one: list[int], other: list[int]) -> 
 @given(ids, ids)
 def test_a_buffer_grows_like_a_list(first: list[int], more: list[int]) -> None:
     buffer = TokenBuffer(Tokens.of(first))
-    buffer.extend(more)
+    for token in more:
+        buffer.append(token)
     assert buffer.ids == buffer.all().ids() == first + more
     assert buffer.first(3).ids() == (first + more)[:3]
 

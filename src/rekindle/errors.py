@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from math import ceil
 
+import msgspec
+
 from rekindle.protocol.events import ErrorInfo
 
 
@@ -63,36 +65,28 @@ class ServerError(RekindleError):
     code: str | None = "internal_error"
     tokens: int | None = None  # length of a prompt that is too long, as far as it was counted
     limit: int | None = None  # maximum length of a prompt
+    retry_after_s: int | None = None  # None: a 429 or 503 asks the client to wait for a second
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
-        self.param = param
+        self.message, self.param = message, param
 
     @property
     def info(self) -> ErrorInfo:
         """The error as it travels from a runtime to the front."""
-        return ErrorInfo(
-            status=self.status,
-            kind=self.kind,
-            code=self.code,
-            message=str(self),
-            param=self.param,
-            tokens=self.tokens,
-            limit=self.limit,
-        )
+        return msgspec.convert(self, ErrorInfo, from_attributes=True)
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 class ReportedError(ServerError):
-    """An error that a runtime reported."""
-
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message, param=info.param)
         self.status, self.kind, self.code = info.status, info.kind, info.code
         self.tokens, self.limit = info.tokens, info.limit
+        self.retry_after_s = info.retry_after_s
 
 
 class BadRequest(ServerError):
@@ -101,6 +95,14 @@ class BadRequest(ServerError):
 
 class Unsupported(BadRequest):
     code = "unsupported_parameter"
+
+
+class StateNotPortable(Unsupported):
+    def __init__(self) -> None:
+        super().__init__(
+            "The state of this model cannot be exported or imported: no other program reads the "
+            "state of its engine."
+        )
 
 
 class TemplateFailed(BadRequest):
@@ -167,6 +169,19 @@ class NoRoomForPins(ServerError):
 
 class TooManyRequests(ServerError):
     status, kind, code = 429, "rate_limit_error", "queue_full"
+
+
+class CompileTimeSpent(TooManyRequests):
+    """A tenant's new grammars have used up its compile time."""
+
+    code = "compile_time_spent"
+
+    def __init__(self, compile_s: float, period_s: float, wait_s: float) -> None:
+        self.retry_after_s = ceil(wait_s)
+        super().__init__(
+            f"Your new grammars and schemas have taken {compile_s:g} s of compile time within "
+            f"{period_s:g} s. Try again in {self.retry_after_s} s, or send fewer or smaller ones."
+        )
 
 
 class NoMemory(ServerError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
 from contextlib import asynccontextmanager
+from itertools import chain, zip_longest
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -26,11 +27,12 @@ class FairQueue(Generic[T]):
     def put(self, tenant: bytes, item: T) -> None:
         self._items.setdefault(tenant, deque()).append(item)
 
-    def pop(self) -> T | None:
-        """Remove and return the next item, or None if the queue is empty."""
-        if not self._items:
+    def pop(self, skip: Container[bytes] = ()) -> T | None:
+        """Remove and return the next item of a tenant that is not in `skip`, or None."""
+        tenant = next((each for each in self._items if each not in skip), None)
+        if tenant is None:
             return None
-        tenant, items = self._items.popitem(last=False)
+        items = self._items.pop(tenant)
         item = items.popleft()
         if items:
             self._items[tenant] = items  # behind the other tenants
@@ -55,6 +57,44 @@ class FairQueue(Generic[T]):
         return copied
 
 
+class FairShare(Generic[T]):
+    """Orders tenants by what each has received, the least first.
+
+    Time without work earns no credit: a tenant that comes back counts as having received as much as
+    the tenant that was served last. This is start-time fair queueing with equal weights.
+    """
+
+    def __init__(self, tenant_of: Callable[[T], bytes]) -> None:
+        self._tenant_of = tenant_of
+        self._level = 0  # what the last served tenant had received before it was served
+        self._received: dict[bytes, int] = {}  # of tenants above the level
+
+    def charge(self, tenant: bytes, amount: int) -> None:
+        """Record what a tenant has received, in any unit."""
+        if not amount:
+            return
+        self._level = before = self._received_by(tenant)
+        self._received[tenant] = before + amount
+        above = self._received.items()
+        self._received = {each: received for each, received in above if received > before}
+
+    def order(self, tenants: Iterable[bytes]) -> list[bytes]:
+        """The tenants that have received least come first. Equal ones keep their order."""
+        return sorted(tenants, key=self._received_by)
+
+    def interleave(self, items: Iterable[T]) -> list[T]:
+        """Return the first item of each tenant, then the second of each, and so on. The items of a
+        tenant keep their order."""
+        by_tenant: dict[bytes, list[T]] = {}
+        for item in items:
+            by_tenant.setdefault(self._tenant_of(item), []).append(item)
+        rounds = zip_longest(*(by_tenant[tenant] for tenant in self.order(by_tenant)))
+        return [item for item in chain.from_iterable(rounds) if item is not None]
+
+    def _received_by(self, tenant: bytes) -> int:
+        return max(self._received.get(tenant, 0), self._level)
+
+
 class FairSlots:
     """An asyncio semaphore that wakes waiting tenants in turn."""
 
@@ -64,7 +104,6 @@ class FairSlots:
 
     @asynccontextmanager
     async def slot(self, tenant: bytes) -> AsyncIterator[None]:
-        """Wait for a slot and hold it."""
         await self._acquire(tenant)
         try:
             yield

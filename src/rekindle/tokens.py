@@ -98,7 +98,6 @@ class Tokens:
 
     @classmethod
     def of_media(cls, digest: bytes, length: int, positions: int) -> Tokens:
-        """The tokens of one picture."""
         if length < MIN_MEDIA_TOKENS:
             raise ValueError(f"a picture takes at least {MIN_MEDIA_TOKENS} tokens")
         media = Media(0, length, positions, digest)
@@ -169,6 +168,11 @@ class Tokens:
     def whole_media(self, count: int) -> int:
         return whole_media(self.media, count)
 
+    @property
+    def pictures(self) -> tuple[bytes, ...]:
+        """The digests of its pictures, each once."""
+        return tuple(dict.fromkeys(each.digest for each in self.media))
+
 
 class TokenBuffer:
     """Tokens that grow while a reply is sampled."""
@@ -197,7 +201,6 @@ class TokenBuffer:
         return self._ids.tolist()
 
     def part(self, start: int, stop: int | None = None) -> list[int]:
-        """The ids from `start` to `stop`."""
         return self._ids[start:stop].tolist()
 
     @property
@@ -216,10 +219,6 @@ class TokenBuffer:
         self._ids.append(token)
         self._packed += token.to_bytes(TOKEN_BYTES, "big")
         self.length += 1
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            self.append(token)
 
     def first(self, count: int) -> Tokens:
         """A copy of the first `count` tokens."""

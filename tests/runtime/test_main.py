@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec import structs
 
 from rekindle.errors import ModelError
-from rekindle.protocol.admin import AdminReply
+from rekindle.protocol.admin import AdminReply, Tokenize, Tokenized
 from rekindle.protocol.events import Event, Failed, Finished
-from rekindle.protocol.requests import Stop
+from rekindle.protocol.requests import GenerateRequest, Stop, StructuredOutput
 from rekindle.runtime.encode.threads import LARGE_BYTES
 from rekindle.runtime.process import RuntimeProcess
 from rekindle.worker import supervisor
 from rekindle.worker.client import RuntimeClient
+from tests.chat.grammar.costly import SLOW_TO_COMPILE, SLOW_TO_LOCATE
 from tests.support.faulty_engine import ENDLESS, HANG, HUNG_READS, RAISE, write_model
 from tests.support.tiny import WIDTH, write_llama
 from tests.support.tiny_projector import write_llava_projector
@@ -117,6 +120,67 @@ def test_a_process_with_a_stuck_engine_is_replaced(
             await soon(lambda: runtime.supervisor.restarts == 1)
             assert runtime.supervisor.watchdog.fired == 1
             assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
+
+    run(scene)
+
+
+def test_a_process_with_a_stuck_encoder_is_replaced(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other turns go on meanwhile, so only the encoder shows that something is wrong."""
+    monkeypatch.setattr(supervisor, "WATCH_INTERVAL_S", 0.05)
+
+    async def scene() -> None:
+        async with running(model, step_timeout_s=5.0) as runtime:
+            stuck = begin(runtime, large(ENDLESS))
+            while runtime.ready is not None:
+                events = await answer(runtime, ask("20 21", salt=b"others"))
+                assert isinstance(events[-1], Finished | Failed)
+                await asyncio.sleep(0.1)
+            assert "no progress" in runtime.supervisor.down_reason
+            await soon(lambda: any(isinstance(event, Failed) for event in stuck))
+            assert isinstance(failed := stuck[-1], Failed)
+            assert (failed.error.status, failed.error.code) == (503, "model_restarting")
+            await soon(lambda: runtime.supervisor.restarts == 1)
+            assert runtime.supervisor.watchdog.fired == 1
+            assert isinstance((await answer(runtime, ask("20 21")))[-1], Finished)
+
+    run(scene)
+
+
+def constrained(schema: Any, salt: bytes) -> GenerateRequest:
+    output = StructuredOutput(schema=schema)
+    return ask("20 21", structured_output=output, salt=salt)
+
+
+def problem_of(events: list[Event]) -> str:
+    failed = events[-1]
+    assert isinstance(failed, Failed)
+    assert failed.error.status == 400
+    return failed.error.message
+
+
+def test_costly_schemas_of_a_tenant_do_not_delay_other_tenants(model: Path) -> None:
+    """One takes seconds to compile. Another one has 57 kB, and took minutes to refuse."""
+
+    async def scene() -> None:
+        async with running(model, queue=20) as runtime:
+            attack = [
+                asyncio.create_task(answer(runtime, constrained(schema, b"attacker")))
+                for schema in (SLOW_TO_COMPILE, SLOW_TO_LOCATE, SLOW_TO_LOCATE)
+            ]
+            for _ in range(3):
+                finished = (await answer(runtime, ask("20 21", salt=b"other")))[-1]
+                assert isinstance(finished, Finished)
+                counted = await runtime.admin(Tokenize(text="20 21 22"), salt=b"other")
+                assert isinstance(counted, Tokenized)
+                own = await answer(runtime, constrained({"not": {}}, b"other"))
+                assert problem_of(own) == "The schema uses `not`, which is not enforced: #."
+            problems = [problem_of(await each) for each in attack]
+            assert runtime.supervisor.restarts == 0
+        located = "The schema uses `not`, which is not enforced: #/properties/odd."
+        assert problems[1:] == [located, located]
+        assert "takes too much time or memory" in problems[0]
 
     run(scene)
 

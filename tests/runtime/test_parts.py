@@ -25,7 +25,7 @@ def turn_of(agent: Agent, **fields: Any) -> Turn:
     ask = GenerateRequest(
         turn=1, messages=agent.history, sampling=SamplingParams(top_logprobs=0), **fields
     )
-    turn = agent.harness.pipeline.encode(ask)
+    turn = agent.harness.encode_one(ask)
     agent.harness.pipeline.find(turn)
     turn.report = CacheReport("miss", Reason.NOT_CACHED, 0, 0, None)
     return turn
@@ -137,7 +137,7 @@ def test_a_cut_off_call_is_encoded_as_the_client_sends_it(fields: dict[str, Any]
     request = GenerateRequest(
         turn=1, messages=agent.history, sampling=SamplingParams(temperature=0), **ask
     )
-    reply = agent.harness.take_turn(agent.harness.pipeline.encode(request))
+    reply = agent.harness.take_turn(agent.harness.encode_one(request))
     agent.harness.run(reply)
     assert reply.finished.reason == end
     agent.history = [*agent.history, reply.message, {"role": "user", "content": "Go on."}]
@@ -181,7 +181,7 @@ def test_cut_off_reasoning_is_encoded_as_the_client_sends_it() -> None:
     request = GenerateRequest(
         turn=1, messages=agent.history, sampling=sampling, max_tokens=20, tools=TOOLS
     )
-    reply = agent.harness.take_turn(agent.harness.pipeline.encode(request))
+    reply = agent.harness.take_turn(agent.harness.encode_one(request))
     agent.harness.run(reply)
     assert reply.finished.reason == "length"
     agent.history = [*agent.history, reply.message]

@@ -9,6 +9,7 @@ from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.entries.entries import Draft, Entries
 from rekindle.kvcache.entries.entry import Clock
 from rekindle.kvcache.entries.index import MAX_NAMES
+from rekindle.kvcache.entries.retention import EntryLimits
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.ram import RamTier
 from rekindle.protocol.admin import DeleteEntry, IndexPrompt
@@ -123,7 +124,9 @@ def test_one_tenant_cannot_pin_the_share_of_others() -> None:
 
 
 def entries(limit_bytes: int) -> Entries:
-    return Entries(Store(block_tokens=8, tiers=[RamTier(0)]), Clock(), limit_bytes=limit_bytes)
+    return Entries(
+        Store(block_tokens=8, tiers=[RamTier(0)]), Clock(), None, EntryLimits(limit_bytes)
+    )
 
 
 def test_an_entry_keeps_only_its_newest_names() -> None:

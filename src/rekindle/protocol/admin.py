@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
@@ -35,10 +37,21 @@ class Detokenize(Struct, tag=True):
 
 
 class Tokenized(Struct, tag=True):
+    """Compact, because a text may have millions of tokens, and the event loop decodes this."""
+
     count: int
     context_tokens: int  # the model's context length
-    tokens: list[int] = []
-    pieces: list[bytes] = []
+    packed: bytes = b""  # the ids, packed by `pack_ids`
+    pieces: dict[int, bytes] = {}  # the text of each id that occurs
+
+    @property
+    def ids(self) -> memoryview[int]:
+        return memoryview(self.packed).cast("I")
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Pack ids as 32 bits in the machine's byte order: both processes run on one machine."""
+    return array("I", ids).tobytes()
 
 
 class Detokenized(Struct, tag=True):
@@ -108,7 +121,7 @@ class ImportState(Struct, tag=True):
 class StoreDocument(Struct, tag=True, kw_only=True):
     """Store a document with the tenant's entry of this key, or with a new entry without state.
 
-    Returns DocumentStored once the document would survive a restart.
+    Returns DocumentStored once the document would survive a restart, or cannot.
     """
 
     key: str
@@ -149,7 +162,10 @@ class RemoveSession(Struct, tag=True):
 
 
 class RemoveOld(Struct, tag=True):
-    """Remove unpinned entries that were not used for this long. Returns Removed."""
+    """Remove unpinned entries of sessions and messages that were not used for this long.
+
+    Returns Removed.
+    """
 
     seconds: float
 
@@ -221,7 +237,7 @@ class Document(Struct, tag=True):
 
 class DocumentStored(Struct, tag=True):
     kept: bool  # False: it exceeds the budget for entries
-    durable: bool = True  # False: the disk write failed
+    durable: bool = True  # False: it is in memory only, because the disk cannot be written
 
 
 HEALTHY_DISK_STATES = ("ok", "opening", "off")

@@ -9,8 +9,6 @@ from msgspec import Struct, structs
 
 
 class EmbedderRequest(Struct, kw_only=True):
-    """The fields that every request to an embedder has."""
-
     turn: int = 0
     reuse: bool = True
     salt: bytes = b""  # of the tenant
@@ -28,6 +26,7 @@ class EmbedRequest(EmbedderRequest, tag=True, kw_only=True):
     """Asks for one vector per input, which is a text or token ids. Ends with Embedded."""
 
     inputs: list[str | list[int]]
+    truncate: bool = False  # shorten a text that is longer than the context; False: refuse it
     dimensions: int | None = None  # truncate each vector and normalise it again; None: keep all
     batch_size: int | None = None  # maximum number of inputs of this request in one batch
 

@@ -29,6 +29,7 @@ class ErrorInfo(Struct, kw_only=True):
     param: str | None = None
     tokens: int | None = None  # length of a prompt that is too long, as far as it was counted
     limit: int | None = None  # maximum length of a prompt
+    retry_after_s: int | None = None  # None: a 429 or 503 asks the client to wait for a second
 
 
 class TokenLogprob(Struct, array_like=True):
@@ -47,8 +48,6 @@ class TextDelta(Struct, tag=True):
 
 
 class ReasoningDelta(Struct, tag=True):
-    """A piece of the model's reasoning."""
-
     text: str
 
 
@@ -80,7 +79,8 @@ class Divergence(Struct):
 
 
 class Reason(StrEnum):
-    """Why the turn reused this much of the stored state and not more."""
+    """Why the turn reused this much of the stored state and not more: what is wrong with the name,
+    or what has changed."""
 
     FULL_MATCH = "full_match"
     NOT_CACHED = "not_cached"
@@ -92,7 +92,7 @@ class Reason(StrEnum):
     TOOLS_CHANGED = "tools_changed"
     TURN_CHANGED = "turn_changed"
     PREFIX_CHANGED = "prefix_changed"  # a prompt without messages differs
-    REQUEST_SHORTER = "request_shorter"  # the request ends before the entry that it names
+    REQUEST_SHORTER = "request_shorter"  # the stored conversation has later turns
     EVICTED = "evicted"
     CORRUPT = "corrupt"  # stored state was damaged, so it is computed again
     FETCH_TIMEOUT = "fetch_timeout"  # a tier did not answer in time
@@ -110,8 +110,9 @@ class CacheReport(Struct):
     reused_tokens: int  # prompt tokens that were not computed
     cached_tokens: int  # tokens of this turn whose state is now kept for later turns
     tier: str | None  # the slowest tier that held reused state
-    cache_key: str | None = None  # of the entry that the request names
+    cache_key: str | None = None  # as sent; else of the entry that another name stands for
     new_cache_key: str | None = None  # of this turn's own entry, if the request asks for it
+    pin_refused: bool = False  # the request asks for a temporary pin, but there was no room for it
     diverged_at: Divergence | None = None
     normalised: list[str] = []  # normalisers that changed the prompt
     kv_bits: int | None = None  # of the KV type at the end of the turn
@@ -147,8 +148,6 @@ class Prefill(Struct, tag=True):
 
 
 class Delta(Struct, tag=True):
-    """The next part of the reply."""
-
     turn: int
     part: Part
 
@@ -232,7 +231,6 @@ class AssistantMessage:
 
     @property
     def reasoning(self) -> str | None:
-        """The reasoning, or None if the model wrote none."""
         return "".join(self._reasoning) if self._reasoning else None
 
     def as_dict(self) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import socket
 import struct
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
@@ -22,16 +22,12 @@ _LENGTH = struct.Struct(">I")
 
 
 class LogLine(Struct, tag=True):
-    """A line for the server's log."""
-
     level: Literal["info", "warning", "error"]
     text: str
     request_id: str | None = None  # of the HTTP request
 
 
 class Loading(Struct, tag=True):
-    """Progress of loading the model."""
-
     fraction: float
 
 
@@ -68,6 +64,7 @@ class Ready(Struct, tag=True):
     parameters: int = 0
     quantization: str = ""  # of the weights
     modalities: tuple[str, ...] = ("text",)  # that a prompt may contain
+    has_state_files: bool = False  # state can be exported and imported as a file
     on_disk: bool = False  # conversations survive a restart
     conversations: int | None = None  # on disk; None: the folder is still being read
     dimensions: int = 0  # of an embedding model's vectors; 0: the model generates text
@@ -80,15 +77,14 @@ class Ready(Struct, tag=True):
     @property
     def kept_bytes(self) -> int:
         """Maximum size of the cache."""
-        return sum(
-            capacity.size_bytes for capacity in self.capacities if capacity.place in (RAM, DISK)
-        )
+        return sum(each.size_bytes for each in self.capacities if each.place in (RAM, DISK))
 
 
 class Heartbeat(Struct, tag=True):
     """Sent regularly, so that the front notices a runtime that hangs."""
 
-    working_s: float  # duration of the engine's current step; 0: idle
+    # Duration of the engine's current step, or of the longest encoding; 0: idle
+    working_s: float
 
 
 class LoadFailed(Struct, tag=True):
@@ -106,21 +102,10 @@ ToRuntime = LoadModel | TurnRequest | Cancel | AdminRequest | Stop
 ToFront = Loading | Ready | LoadFailed | Events | AdminReply | LogLine | Heartbeat
 
 
-def _path_as_text(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(f"cannot encode {type(value)}")
-
-
-def _text_as_path(kind: type, value: Any) -> Path:
-    if issubclass(kind, Path):
-        return Path(value)
-    raise NotImplementedError(f"cannot decode {kind}")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_path_as_text)
+# The hooks send paths as text. The settings have no other type that msgspec does not know.
+_encoder = msgspec.msgpack.Encoder(enc_hook=os.fspath)
 _to_runtime: msgspec.msgpack.Decoder[ToRuntime] = msgspec.msgpack.Decoder(
-    ToRuntime, dec_hook=_text_as_path
+    ToRuntime, dec_hook=lambda kind, text: kind(text)
 )
 _to_front: msgspec.msgpack.Decoder[ToFront] = msgspec.msgpack.Decoder(ToFront)
 
@@ -140,14 +125,15 @@ def receive(sock: socket.socket) -> Iterator[Received]:
     arriving = select.poll()
     arriving.register(sock, select.POLLIN)
     # Linux wakes a waiting `recv`, but not `poll`, whenever the front reads from this socket.
-    while arriving.poll() and (length := _read(sock, _LENGTH.size)) is not None:
-        body = _read(sock, _LENGTH.unpack(length)[0])
+    while arriving.poll() and (length := read_exactly(sock, _LENGTH.size)) is not None:
+        body = read_exactly(sock, _LENGTH.unpack(length)[0])
         if body is None:
             return
         yield Received(_to_runtime.decode(body), len(body))
 
 
-def _read(sock: socket.socket, size: int) -> bytes | None:
+def read_exactly(sock: socket.socket, size: int) -> bytes | None:
+    """Return this many bytes, or None if the other end has closed the socket."""
     parts = bytearray()
     while len(parts) < size:
         part = sock.recv(min(size - len(parts), 1 << 20))

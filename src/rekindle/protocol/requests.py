@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,7 +26,6 @@ class Picture(Struct, frozen=True):
 
 
 def picture(width: int, height: int, pixels: bytes) -> Picture:
-    """Build a picture with its digest."""
     if len(pixels) != width * height * CHANNELS:
         raise ValueError(f"a picture of {width} x {height} cannot have {len(pixels)} bytes")
     return Picture(width, height, pixels, picture_digest(width, height, pixels))
@@ -74,13 +73,25 @@ class SamplingParams:
     top_p: float = 0.9
     top_k: int = 0
     min_p: float = 0.0
+    typical_p: float = 1.0
     repetition_penalty: float = 1.0
     repetition_context_size: int = 20
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0  # 0: no DRY penalty
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # -1: the whole context
+    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: Sequence[str] = ()
+    min_tokens: int = 0  # the reply cannot end before it has this many tokens
     seed: int | None = None
     top_logprobs: int | None = None  # None: no logprobs; 0: only the sampled token's
+    # Set by the runtime, which knows the vocabulary.
+    dry_breakers: Sequence[Sequence[int]] = ()  # tokens of `dry_sequence_breakers`
+    bad_words_tokens: Sequence[Sequence[int]] = ()
+    end_tokens: Sequence[int] = ()  # banned up to `min_tokens`
 
 
 class Names(Struct, kw_only=True):
@@ -107,6 +118,7 @@ class Prepare(Struct, kw_only=True):
     pinned: bool = False
     ttl_s: float | None = 1800.0
     shared: bool = False  # all tenants may reuse it; only for the operator's own prompts
+    project: str | None = None  # name under `projects:`; clients may send it as a cache key
 
 
 class ToolUse(Struct, frozen=True, kw_only=True):
@@ -115,6 +127,7 @@ class ToolUse(Struct, frozen=True, kw_only=True):
     choice: Literal["none", "auto", "required"] = "auto"
     name: str | None = None  # with "required": call this tool
     parallel: bool = True  # allow several calls in one reply
+    max_calls: int | None = None  # None: any number
 
 
 class StructuredOutput(Struct, kw_only=True):
@@ -149,7 +162,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     loaded_tools: list[Any] = []  # tools that the messages describe; they may be called too
     tool_use: ToolUse = ToolUse()
     structured_output: StructuredOutput | None = None
-    priority: int = 0  # turns of higher priority run first
+    priority: int = 0  # among the turns of one tenant, those of higher priority run first
     normalise: Normalise = True
     names: Names | None = None
     prepare: Prepare | None = None
@@ -160,6 +173,8 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     sampling: SamplingParams
     max_tokens: int | None
     stop: list[str] = []
+    stop_token_ids: list[int] = []  # end tokens besides the model's own
+    truncate_prompt_tokens: int | None = None  # keep this many last tokens; -1: as many as fit
     ignore_eos: bool = False
     reuse: bool = True
     exact: bool = False
@@ -181,7 +196,6 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
         return [self.turn, *(choice.turn for choice in self.more_choices)]
 
     def with_turn_ids(self, ids: Iterator[int]) -> GenerateRequest:
-        """Return a copy with a new id for each turn."""
         more = [structs.replace(choice, turn=next(ids)) for choice in self.more_choices]
         return structs.replace(self, turn=next(ids), more_choices=more)
 

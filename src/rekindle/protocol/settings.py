@@ -109,7 +109,6 @@ def format_size(size_bytes: int) -> str:
 
 
 def split_commas(value: object) -> object:
-    """Split a text at its commas into a list."""
     if not isinstance(value, str):
         return value
     return [part.strip() for part in value.split(",") if part.strip()]
@@ -221,7 +220,6 @@ class RuntimeSettings:
 
     @property
     def kv_type(self) -> str:
-        """The engine's default KV type."""
         if self.kv_bits and not self.kv_quantization_start:
             return KV_TYPES[self.kv_bits]
         return "q8_0" if self.fp8_kvcache else "f16"

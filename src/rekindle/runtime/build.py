@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from rekindle.chat.describe import Preview
 from rekindle.chat.encode import Encoder
@@ -17,7 +16,7 @@ from rekindle.protocol.events import Event
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin.admin import Admin
-from rekindle.runtime.admin.cache_info import CacheInfo, TurnCounts, View
+from rekindle.runtime.admin.cache_info import CacheInfo
 from rekindle.runtime.admin.state_transfer import StateTransfer
 from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
@@ -45,10 +44,17 @@ class Runtime:
     cache_info: CacheInfo
     admin: Admin
 
-    def forget(self, entry: Entry) -> None:
-        """Remove the idle state and the recent texts of a deleted conversation."""
-        self.kv.forget(entry)
+    def remove(self, entry: Entry) -> None:
+        """Free the idle state, the images and the recent texts of a deleted conversation."""
+        self.kv.remove(entry)
+        self.storage.drop_pictures(entry.tenant, entry.pictures)
         self.input_processor.recent_chats.forget(entry.tenant)
+
+    def forget(self, entry: Entry) -> None:
+        """Free the idle state and the images of a conversation that was superseded or did not
+        fit."""
+        self.kv.forget(entry)
+        self.storage.drop_pictures(entry.tenant, entry.pictures)
 
     def upkeep(self) -> Pieces[None]:
         """Collect expired entries and free unused memory. Runs once a minute."""
@@ -60,6 +66,7 @@ class Runtime:
         self.scheduler.stop()
         self.kv.offload_all()
         self.storage.close()
+        self.input_processor.close()
 
 
 def build(
@@ -79,19 +86,21 @@ def build(
     """
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
-    input_processor = _input_processor(engine, storage, encoder, template)
-    pins = Pins(storage.entries, storage.store, engine.capabilities.kv_layout)
-    sessions = _sessions(storage, pins, encoder, log)
+    output_format = _output_format(engine, storage.settings, template)
+    input_processor = InputProcessor(engine, storage, encoder, output_format)
+    pins = Pins(storage.entries, storage.store)
+    sessions = Sessions(storage, input_processor.shared_namespace, pins, encoder, log)
     planner = Planner(engine.capabilities, storage.store, input_processor.shared_namespace)
-    kv = _kv_manager(engine, storage, idle_tokens)
+    kv = KvManager(engine, storage, idle_tokens)
     admission = Admission(engine, storage.store, planner, kv)
     pipeline = Pipeline(engine, input_processor, sessions, admission, kv)
     pictures = PictureEncoder(engine, storage.pictures)
     parallel = storage.settings.parallel
     scheduler = Scheduler(engine, kv, pictures, pipeline, emit, is_undisturbed, parallel=parallel)
     preview = Preview(template, engine.tokenizer.control_texts)
-    count_turns = partial(_count_turns, pipeline, scheduler, kv)
-    cache_info = CacheInfo(storage, planner, preview, count_turns)
+    cache_info = CacheInfo(
+        storage, planner, preview, kv.counts, pipeline.statuses, lambda: scheduler.turns
+    )
     transfer = StateTransfer(engine, storage, kv.export)
     return Runtime(
         engine=engine,
@@ -103,58 +112,7 @@ def build(
         pipeline=pipeline,
         scheduler=scheduler,
         cache_info=cache_info,
-        admin=Admin(storage, input_processor, pins, kv.export, planner, cache_info, transfer),
-    )
-
-
-def _input_processor(
-    engine: Engine, storage: Storage, encoder: Encoder, template: ChatTemplate | None
-) -> InputProcessor:
-    return InputProcessor(
-        engine.capabilities,
-        engine.tokenizer,
-        encoder,
-        storage.entries.index,
-        storage.secret,
-        _output_format(engine, storage.settings, template),
-        normalisers=storage.settings.normaliser,
-        picture_tokens=engine.picture_tokens,
-    )
-
-
-def _sessions(
-    storage: Storage, pins: Pins, encoder: Encoder, log: Callable[[LogLine], None]
-) -> Sessions:
-    return Sessions(
-        storage.entries,
-        pins,
-        encoder,
-        log,
-        policy=storage.settings.cache_write,
-        key_ttl_s=storage.settings.key_ttl,
-    )
-
-
-def _kv_manager(engine: Engine, storage: Storage, idle_tokens: int | None) -> KvManager:
-    """Without a configured limit, a CPU keeps the idle sequences that are worth their cost."""
-    capabilities = engine.capabilities
-    is_told = idle_tokens is not None
-    return KvManager(
-        engine,
-        storage.store,
-        storage.clock.steady_s,
-        storage.device_estimator,
-        eviction=storage.settings.cache_eviction,
-        idle_tokens=capabilities.pool_tokens if idle_tokens is None else idle_tokens,
-        idle_by_cost=not is_told and capabilities.device == "cpu" and not capabilities.idle_is_free,
-        parallel=storage.settings.parallel,
-    )
-
-
-def _count_turns(pipeline: Pipeline, scheduler: Scheduler, kv: KvManager, view: View) -> TurnCounts:
-    counts = kv.counts
-    return TurnCounts(
-        pipeline.statuses[view], scheduler.turns, counts.computed_tokens, counts.reused_tokens
+        admin=Admin(storage, input_processor, sessions, kv.export, planner, cache_info, transfer),
     )
 
 
@@ -164,12 +122,7 @@ def _output_format(
     tool_format, reasoning_format = formats(settings)
     if tool_format is None and template is not None and not template.shows_tools:
         tool_format = DEFAULT_TOOL_FORMAT  # in which we ask for calls where the template does not
-    return OutputFormat(
-        engine.tokenizer,
-        engine.chat_template,
-        tool_format=tool_format,
-        reasoning_format=reasoning_format,
-    )
+    return OutputFormat(engine, tool_format, reasoning_format)
 
 
 def formats(settings: RuntimeSettings) -> tuple[str | None, str | None]:

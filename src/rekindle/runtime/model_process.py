@@ -17,6 +17,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
+from rekindle.errors import as_server_error
 from rekindle.protocol.admin import AdminReply, AdminRequest, Detokenize, Tokenize
 from rekindle.protocol.events import Cancelled, Event, Failed
 from rekindle.protocol.frames import Events, Heartbeat, Ready, Received, ToFront, TurnRequest, frame
@@ -71,13 +72,6 @@ class Link:
                 with self._sending:
                     self._unsent_frames -= 1
 
-    def send_heartbeats(self) -> None:
-        """Run the thread that tells the front whether the main thread makes progress."""
-        while True:
-            since_s = self.working_since_s
-            self.send(Heartbeat(time.monotonic() - since_s if since_s is not None else 0.0))
-            time.sleep(HEARTBEAT_S)
-
     def close(self) -> None:
         """Return when everything has been sent."""
         self._outbox.put(None)
@@ -96,7 +90,7 @@ class ModelProcess(ABC, Generic[T]):
         self.link = Link(sock)
         self._inbox: SimpleQueue[T | Stop] = SimpleQueue()
         self._encoders: Encoders[T | Failed | AdminReply] = Encoders(self._deliver)
-        self.daemons: tuple[Callable[[], None], ...] = (self.link.send_heartbeats,)
+        self.daemons: tuple[Callable[[], None], ...] = (self._send_heartbeats,)
 
     @abstractmethod
     def ready(self) -> Ready:
@@ -123,6 +117,15 @@ class ModelProcess(ABC, Generic[T]):
         """How long an idle process may wait for a message. None means for ever."""
         return None
 
+    def _send_heartbeats(self) -> None:
+        """Run the thread that tells the front whether this process makes progress."""
+        while True:
+            now_s = time.monotonic()
+            begun_s = (self.link.working_since_s, self._encoders.working_since_s)
+            working_s = max((now_s - each for each in begun_s if each is not None), default=0.0)
+            self.link.send(Heartbeat(max(working_s, 0.0)))
+            time.sleep(HEARTBEAT_S)
+
     def emit(self, events: list[Event]) -> None:
         self.link.send(Events(events))
 
@@ -135,9 +138,9 @@ class ModelProcess(ABC, Generic[T]):
                         pass
                     case Stop():
                         self._inbox.put(message)
-                    case AdminRequest() if isinstance(message.op, Tokenize | Detokenize):
+                    case AdminRequest(op=Tokenize() | Detokenize()):
                         reply = partial(self.tokenisation.reply, message)
-                        self._encode(message.salt, size_bytes, reply)
+                        self._encode(message, size_bytes, reply, "encoding the text")
                     case LoadModel():
                         raise AssertionError("a process loads one model")
                     case _:
@@ -146,12 +149,26 @@ class ModelProcess(ABC, Generic[T]):
 
     def _encode(
         self,
-        salt: bytes,
+        message: TurnRequest | AdminRequest,
         size_bytes: int,
         encode: Callable[[], Sequence[T | Failed | AdminReply]],
+        what: str,
         turns: tuple[int, ...] = (),
+        *,
+        is_constrained: bool = False,
     ) -> None:
-        self._encoders.submit(Job(salt, size_bytes, encode, turns))
+        """Encode a request on an encoder thread. `what` names the work in the log if it fails."""
+
+        def results() -> Sequence[T | Failed | AdminReply]:
+            try:
+                return encode()
+            except Exception as error:
+                failure = as_server_error(error, what).info
+            if isinstance(message, AdminRequest):
+                return [AdminReply(message.id, error=failure)]
+            return [Failed(turn, failure) for turn in turns]
+
+        self._encoders.submit(Job(message.salt, size_bytes, results, turns, is_constrained))
 
     def _deliver(self, encoded: T | Failed | AdminReply | Cancelled) -> None:
         """Pass on an encoder's result. Called on an encoder thread or the reader thread."""

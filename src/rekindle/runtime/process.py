@@ -15,12 +15,13 @@ from functools import partial
 from queue import Empty
 
 from rekindle.chat.tools.registry import check_names
-from rekindle.errors import ServerError, as_server_error
+from rekindle.errors import ServerError
 from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
 from rekindle.protocol.events import Failed
 from rekindle.protocol.frames import DeviceInfo, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
 from rekindle.runtime.build import Runtime, build, formats
+from rekindle.runtime.encode.input_processor import is_constrained
 from rekindle.runtime.encode.request import EncodedPrompt, Stopwatch, check_kv_bits
 from rekindle.runtime.encode.threads import Tokenisation
 from rekindle.runtime.loading import load_model
@@ -43,7 +44,6 @@ class _Tick:
 
 
 _Message = Turn | _ReadyAdmin | Cancel | _Tick | StorageEvent
-_Encoded = Turn | Failed | _ReadyAdmin | AdminReply
 
 
 class RuntimeProcess(ModelProcess[_Message]):
@@ -61,7 +61,8 @@ class RuntimeProcess(ModelProcess[_Message]):
             self._inbox.put,
             self.link.send,
             engine.sequences.allocate,
-            on_remove=lambda entry: self._runtime.forget(entry),
+            on_remove=lambda entry: self._runtime.remove(entry),
+            on_forget=lambda entry: self._runtime.forget(entry),
         )
         self._runtime: Runtime = build(
             engine, storage, emit=self.emit, log=self.link.send, is_undisturbed=self._is_undisturbed
@@ -107,6 +108,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             layers=capabilities.layers,
             gpu_layers=capabilities.gpu_layers,
             capacities=capacities(engine, storage.store.tiers),
+            has_state_files=engine.state_files is not None,
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,
         )
@@ -114,10 +116,19 @@ class RuntimeProcess(ModelProcess[_Message]):
     def _receive(self, message: TurnRequest | AdminRequest | Cancel, size_bytes: int) -> None:
         match message:
             case GenerateRequest():
-                encode = partial(self._encode_turns, message, Stopwatch(message.received_s))
-                self._encode(message.salt, size_bytes, encode, tuple(message.turns))
-            case AdminRequest() if isinstance(message.op, Validate | IndexPrompt):
-                self._encode(message.salt, size_bytes, partial(self._encode_admin, message))
+                stopwatch, turns = Stopwatch(message.received_s), tuple(message.turns)
+                encode = partial(self._runtime.pipeline.encode_choices, message, stopwatch)
+                self._encode(
+                    message,
+                    size_bytes,
+                    encode,
+                    "encoding the prompt",
+                    turns,
+                    is_constrained=is_constrained(message),
+                )
+            case AdminRequest(op=Validate() | IndexPrompt()):
+                prepare = partial(self._encode_admin, message)
+                self._encode(message, size_bytes, prepare, "encoding the prompt")
             case AdminRequest():
                 self._inbox.put(_ReadyAdmin(message))
             case Cancel():
@@ -125,22 +136,9 @@ class RuntimeProcess(ModelProcess[_Message]):
             case _:
                 raise AssertionError("this model makes no vectors")
 
-    def _encode_turns(self, request: GenerateRequest, stopwatch: Stopwatch) -> Sequence[_Encoded]:
-        """Encode a request into its turns, or into errors for them. Runs on an encoder thread."""
-        try:
-            return self._runtime.pipeline.encode_choices(request, stopwatch)
-        except Exception as error:
-            failure = as_server_error(error, "encoding the prompt").info
-            return [Failed(turn, failure) for turn in request.turns]
-
-    def _encode_admin(self, request: AdminRequest) -> Sequence[_Encoded]:
-        """Encode the prompt of an admin request. Runs on an encoder thread."""
+    def _encode_admin(self, request: AdminRequest) -> Sequence[_ReadyAdmin]:
         assert isinstance(request.op, Validate | IndexPrompt)
-        try:
-            prompt = self._runtime.input_processor.encode_about(request.op, request.salt)
-        except Exception as error:
-            failure = as_server_error(error, "encoding the prompt").info
-            return [AdminReply(request.id, error=failure)]
+        prompt = self._runtime.input_processor.encode_about(request.op, request.salt)
         return [_ReadyAdmin(request, prompt)]
 
     def _step(self) -> bool:
@@ -168,7 +166,8 @@ class RuntimeProcess(ModelProcess[_Message]):
             case _Tick():
                 self._background.add(self._runtime.upkeep())
             case _:
-                self._runtime.storage.on_event(message)
+                if remaining := self._runtime.storage.on_event(message):
+                    self._background.add(remaining)
 
     def _submit(self, turn: Turn) -> None:
         try:

@@ -125,7 +125,7 @@ def test_a_change_that_the_disk_rejects_applies_in_memory_and_is_reported_as_not
             assert isinstance(answer, EntryInfo | Removed)
             assert not answer.durable
     assert not life.harness.entries.of(None)
-    life.harness.storage.tick()
+    life.harness.tick()
     life.harness.flush()  # the disk works again and catches up
     assert entries_of(life.after_a_kill()) == {}
 
@@ -144,7 +144,7 @@ def test_removing_an_undeletable_file_is_reported_and_tried_again(tmp_path: Path
     assert isinstance(answer, Removed)
     assert not answer.durable
     trouble.error = None
-    harness.storage.tick()
+    harness.tick()
     harness.flush()
     assert not list(blocks.iterdir())
     harness.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from rekindle.errors import CacheKeyNotFound
+from rekindle.errors import CacheKeyNotFound, NoRoomForPins
+from rekindle.kvcache.tiers.disk import MIN_INDEX_BYTES
 from rekindle.protocol.admin import (
     CollectExpired,
     DeleteEntry,
@@ -124,13 +126,37 @@ def test_documents_count_towards_the_budget_of_entries(harness: RuntimeHarness) 
     assert not store(harness, bytes(5 * MIB), key="huge")
     for number in range(10):
         assert store(harness, bytes([number]) * MIB, key=f"resp_{number}")
-        assert entries.index.used_bytes <= entries.budget.limit_bytes
+        assert entries.retention.used_bytes <= entries.budget.limit_bytes
     assert content_of(harness, "resp_9") == bytes([9]) * MIB
     with pytest.raises(CacheKeyNotFound):
         content_of(harness, "resp_0")
     for entry in entries.of(None):
         entries.remove(entry)
-    assert entries.index.used_bytes == 0
+    assert entries.retention.used_bytes == 0
+
+
+def test_a_document_for_which_there_is_no_room_leaves_no_entry(harness: RuntimeHarness) -> None:
+    harness.entries.budget.limit_bytes = MIB
+    assert not store(harness, bytes(2 * MIB))
+    assert len(harness.entries) == 0
+
+
+def test_a_document_is_durable_when_the_disk_has_it(
+    tmp_path: Path, harness: RuntimeHarness
+) -> None:
+    def stored() -> DocumentStored:
+        found = harness.administer(StoreDocument(key=KEY, content=b"one"))
+        assert isinstance(found, DocumentStored)
+        return found
+
+    assert stored() == DocumentStored(kept=True, durable=True)  # the operator wants no disk
+    harness.storage.no_disk_reason = "failing"
+    assert stored() == DocumentStored(kept=True, durable=False)
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path)
+    assert stored() == DocumentStored(kept=True, durable=True)
+    assert harness.disk is not None
+    harness.disk.folder.index_db.close()  # commits fail from now on
+    assert stored() == DocumentStored(kept=True, durable=False)
 
 
 def test_documents_survive_a_restart(tmp_path: Path, clock: FakeClock) -> None:
@@ -151,3 +177,75 @@ def test_documents_survive_a_restart(tmp_path: Path, clock: FakeClock) -> None:
     with pytest.raises(CacheKeyNotFound):
         content_of(last, "conv_1")
     last.close()
+
+
+def test_documents_of_pinned_entries_stay_within_the_budget(
+    tmp_path: Path, clock: FakeClock
+) -> None:
+    """24 pinned responses of 12 MiB took 270 MB of RAM and 317 MB of disk of a budget of 31 MB."""
+    harness = RuntimeHarness(FakeEngine(), clock=clock, folder=tmp_path)
+    harness.entries.budget.limit_bytes = 3 * MIB
+    assert store(harness, b"of another tenant", key="conv_b", salt=b"b")
+    for number in range(24):
+        key = f"resp_{number}"
+        harness.ask([number, *PROMPT], names=Names(entry_key=key, pin_s=1800.0, ttl_s=3600.0))
+        assert store(harness, bytes([number]) * (5 * MIB // 4), key=key)
+        assert harness.entries.retention.used_bytes <= 3 * MIB
+        assert content_of(harness, key) == bytes([number]) * (5 * MIB // 4)
+    assert content_of(harness, "conv_b", b"b") == b"of another tenant"
+    harness.close()
+    [index] = tmp_path.rglob("index.db")
+    replaced_bytes = 5 * MIB // 4  # a document is written before the one that gives way is removed
+    assert index.stat().st_size <= MIN_INDEX_BYTES + 3 * MIB + replaced_bytes
+
+
+def test_a_document_that_gave_way_leaves_the_memory(harness: RuntimeHarness) -> None:
+    harness.entries.budget.limit_bytes = 3 * MIB
+    assert store(harness, b"warms up", key="conv_1")
+    tracemalloc.start()
+    try:
+        for number in range(20):
+            assert store(harness, bytes([number]) * (2 * MIB), key=f"resp_{number}")
+        assert tracemalloc.get_traced_memory()[0] < 4 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_small_documents_of_pinned_entries_keep_their_pins(harness: RuntimeHarness) -> None:
+    harness.ask(PROMPT, names=Names(entry_key=KEY, pin_s=1800.0))
+    assert store(harness, bytes(MIB))
+    assert shown(harness).pinned
+
+
+def test_a_document_that_does_not_fit_under_a_permanent_pin_is_refused(
+    harness: RuntimeHarness,
+) -> None:
+    harness.entries.budget.limit_bytes = 4 * MIB
+    assert store(harness, b"small")
+    harness.administer(PinEntry(KEY, pinned=True))
+    assert not store(harness, bytes(3 * MIB))
+    assert (content_of(harness), shown(harness).pinned) == (b"small", True)
+    assert store(harness, bytes(MIB))
+    for number in range(8):
+        assert store(harness, bytes(MIB), key=f"resp_{number}")
+        assert harness.entries.retention.used_bytes <= 4 * MIB
+    assert content_of(harness) == bytes(MIB)
+
+
+def test_pins_of_documents_leave_room_for_other_tenants(harness: RuntimeHarness) -> None:
+    harness.entries.budget.limit_bytes = 4 * MIB
+    assert store(harness, b"x", key="conv_b", salt=b"b")
+    assert store(harness, bytes(3 * MIB // 2))
+    with pytest.raises(NoRoomForPins, match="memory for tokens, text and documents"):
+        harness.administer(PinEntry(KEY, pinned=True))
+    assert store(harness, bytes(MIB // 2))
+    harness.administer(PinEntry(KEY, pinned=True))
+    assert shown(harness).pinned
+
+
+def test_a_temporary_pin_can_be_made_permanent(harness: RuntimeHarness, clock: FakeClock) -> None:
+    harness.ask(PROMPT, names=Names(entry_key=KEY, pin_s=10.0))
+    harness.administer(PinEntry(KEY, pinned=True))
+    clock.pass_by(11)
+    harness.administer(CollectExpired())
+    assert shown(harness).pinned

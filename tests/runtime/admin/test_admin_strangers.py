@@ -6,36 +6,32 @@ same lines of code in the same order.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 
-import rekindle
 from rekindle.chat.prompt import Prompt
-from rekindle.errors import ServerError
 from rekindle.protocol.admin import (
     AdminOp,
     DeleteEntry,
+    ExportState,
     Flush,
+    GetDocument,
     PinEntry,
     RemoveSession,
     ShowEntry,
+    StoreDocument,
     Validate,
 )
 from rekindle.protocol.requests import Names
 from rekindle.tokens import Tokens
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
+from tests.support.traced import Line, lines_of
 
 ANNA, BERT = b"anna", b"bert"
 PROMPT = list(range(100, 140))
-SOURCE = str(Path(rekindle.__file__).parent)
-
-Line = tuple[str, int]
 
 
 @pytest.fixture
@@ -51,7 +47,9 @@ def stolen(harness: RuntimeHarness) -> dict[str, str]:
     finished = harness.ask(PROMPT, salt=ANNA, names=names).finished
     assert finished.cache.new_cache_key is not None
     assert finished.message_id is not None
+    harness.administer(StoreDocument(key="conv_anna", content=b"{}"), salt=ANNA)
     return {
+        "document": "conv_anna",
         "cache_key": finished.cache.new_cache_key,
         "session_id": "anna's",
         "message_id": finished.message_id,
@@ -62,34 +60,17 @@ def made_up(names: dict[str, str]) -> dict[str, str]:
     return {kind: name[::-1] for kind, name in names.items()}
 
 
-def lines_of(work: Callable[[], Any]) -> tuple[list[Line], Any]:
-    """Return the source lines that the work runs, and its result or its error."""
-    lines: list[Line] = []
-
-    def trace(frame: FrameType, event: str, _arg: object) -> Any:
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        if event == "line":
-            lines.append((frame.f_code.co_filename, frame.f_lineno))
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        result = work()
-    except ServerError as error:
-        result = error.body()
-    finally:
-        sys.settrace(before)
-    return lines, result
-
-
 def validate(cache_key: str) -> Validate:
     return Validate(cache_key=cache_key, messages=[{"role": "user", "content": "x"}])
 
 
 WAYS: dict[str, Callable[[dict[str, str]], AdminOp]] = {
     "show": lambda names: ShowEntry(names["cache_key"]),
+    "show session": lambda names: ShowEntry(names["session_id"]),
+    "show message": lambda names: ShowEntry(names["message_id"]),
+    "export": lambda names: ExportState(names["cache_key"], "/none"),
+    "export message": lambda names: ExportState(names["message_id"], "/none"),
+    "export session": lambda names: ExportState(names["session_id"], "/none"),
     "delete": lambda names: DeleteEntry(names["cache_key"]),
     "pin": lambda names: PinEntry(names["cache_key"], pinned=True),
     "unpin": lambda names: PinEntry(names["cache_key"], pinned=False),
@@ -97,6 +78,9 @@ WAYS: dict[str, Callable[[dict[str, str]], AdminOp]] = {
     "remove session": lambda names: RemoveSession(names["session_id"]),
     "remove message": lambda names: RemoveSession(names["message_id"]),
     "validate": lambda names: validate(names["cache_key"]),
+    "read document": lambda names: GetDocument(names["document"]),
+    "delete document": lambda names: DeleteEntry(names["document"]),
+    "show document": lambda names: ShowEntry(names["document"]),
 }
 
 
@@ -117,6 +101,7 @@ def test_a_stolen_name_runs_the_same_code_as_an_unknown_one(
     assert (lines, result) == asked(made_up(names))
     own = harness.administer(ShowEntry(names["cache_key"]), salt=ANNA)
     assert not getattr(own, "pinned", True)
+    assert harness.administer(GetDocument(names["document"]), salt=ANNA)
 
 
 @pytest.mark.parametrize("kind", ["cache_key", "session_id", "message_id"])

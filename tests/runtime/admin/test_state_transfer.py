@@ -62,6 +62,18 @@ def exported(harness: RuntimeHarness, key: str, folder: Path, **more: Any) -> Pa
     return path
 
 
+def test_a_conversation_is_exported_by_message_id_and_by_session_id(tmp_path: Path) -> None:
+    source = harness()
+    names = Names(session_id="chat", session_number=5, message_id="msg_1", return_cache_key=True)
+    finished = source.ask(PROMPT, max_tokens=6, names=names).finished
+    assert finished.cache.new_cache_key is not None
+    expected = exported(source, finished.cache.new_cache_key, tmp_path).read_bytes()
+    for name in ("chat", "5", "msg_1"):
+        assert exported(source, name, tmp_path).read_bytes() == expected
+        with pytest.raises(CacheKeyNotFound):
+            administer(source, ExportState(name, str(tmp_path)), salt=b"other")
+
+
 @pytest.mark.parametrize("can_truncate", [True, False])
 def test_another_server_resumes_an_exported_conversation(
     can_truncate: bool, tmp_path: Path

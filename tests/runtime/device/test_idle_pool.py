@@ -292,7 +292,8 @@ def test_what_was_parked_of_a_running_turn_holds_no_sequence_that_another_needs(
 def test_nothing_stays_parked_of_a_conversation_that_is_deleted() -> None:
     engine, harness = continued_harness()
     assert engine.sequences.parking
-    harness.kv.forget(PrefixHandle(harness.namespace(), Tokens.of([2] * 80)))
+    [entry] = [each for each in harness.entries.of(None) if each.first(1) == [2]]
+    harness.entries.remove(entry)
     assert engine.sequences.parking.used_tokens == 0
 
 

@@ -237,6 +237,34 @@ def test_vectors_outlive_the_process(tmp_path: Path, pictures_bytes: int) -> Non
     assert look_at(tmp_path, OTHER, "d", **limits)[1] == 1
 
 
+def test_the_file_of_another_tenants_picture_is_never_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    read_file = PictureFiles.read
+
+    def recorded(files: PictureFiles, key: bytes) -> None:
+        read.append(key.hex())
+        read_file(files, key)
+
+    monkeypatch.setattr(PictureFiles, "read", recorded)
+
+    def look(text: str, salt: bytes) -> tuple[int, set[str]]:
+        """The number of pictures that were encoded, and the files that were read."""
+        read.clear()
+        harness = RuntimeHarness(seeing(), folder=tmp_path)
+        harness.ask_chat([user(text, IMAGE)], [ONE], salt=salt)
+        harness.close()
+        return encodings(harness), set(read)
+
+    assert look("a", b"one")[0] == 1
+    [file] = picture_files(tmp_path)
+    encoded, names = look("b", b"other")
+    assert encoded == 1
+    assert file.name not in names
+    assert look("c", b"one") == (0, {file.name})
+
+
 def picture_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*/pictures/*"))
 
@@ -332,7 +360,7 @@ def test_validate_sees_which_picture_a_conversation_holds(harness: RuntimeHarnes
 
     assert validate(ONE).status == "hit"
     changed = validate(OTHER)
-    assert (changed.status, changed.invalidated_at) == ("miss", "turn 1")
+    assert (changed.status, changed.invalidated_at) == ("partial_hit", "turn 1")
     assert encodings(harness) == 1
 
 

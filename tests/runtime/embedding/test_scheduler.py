@@ -43,7 +43,7 @@ class Harness:
         ended = [event.turn for event in self.events if isinstance(event, TERMINAL)]
         begun = [event.turn for event in self.events if isinstance(event, Started)]
         assert sorted(ended) == sorted(begun), "every turn ends once"
-        assert self.scheduler.turns == 0
+        assert self.scheduler.stats().active_turns == 0
 
     def embedded(self, turn: int) -> Embedded:
         [found] = [each for each in self.events if isinstance(each, Embedded) and each.turn == turn]
@@ -161,17 +161,17 @@ def test_the_cache_evicts_the_least_recently_used_row() -> None:
     cache.get(b"", [b"a"])
     cache.put(b"", b"c", ROW)
     assert list(cache.get(b"", [b"a", b"b", b"c"])) == [b"a", b"c"]
-    assert cache.used_bytes == 2 * ENTRY_BYTES
+    assert cache.rows.used_bytes == 2 * ENTRY_BYTES
 
 
 def test_storing_a_row_twice_counts_its_bytes_once() -> None:
     cache = VectorCache(1 << 20)
     for _ in range(3):
         cache.put(b"", b"k", ROW)
-    assert (len(cache), cache.used_bytes) == (1, ENTRY_BYTES)
+    assert (len(cache.rows), cache.rows.used_bytes) == (1, ENTRY_BYTES)
 
 
 def test_a_cache_without_a_budget_stores_nothing() -> None:
     cache = VectorCache(0)
     cache.put(b"", b"k", ROW)
-    assert (len(cache), cache.used_bytes) == (0, 0)
+    assert (len(cache.rows), cache.rows.used_bytes) == (0, 0)

@@ -39,6 +39,13 @@ def test_vectors_have_the_order_of_the_inputs() -> None:
     assert (found.prompt_tokens, found.reused_tokens) == (6, 0)
 
 
+def test_a_long_text_is_cut_to_the_context_and_keeps_its_last_token() -> None:
+    long = " ".join(map(str, range(1, 40)))
+    embedder = FakeEmbedder(context_tokens=16)
+    turn = encode_inputs(embedder, EmbedRequest(inputs=["7", long], truncate=True))
+    assert [each.tokens for each in turn.missing] == [[7], [*range(1, 16), 39]]
+
+
 def test_equal_inputs_are_computed_once_whether_sent_as_text_or_tokens() -> None:
     embedder = FakeEmbedder()
     turn = encode_inputs(embedder, EmbedRequest(inputs=["1 2", "3", [1, 2], "1 2"]))

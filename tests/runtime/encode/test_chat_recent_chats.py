@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from random import Random
+from typing import Any
 
 from rekindle.chat.message_hashes import ConversationHashes
 from rekindle.chat.prompt import ChatPrompt
-from rekindle.runtime.encode.chat import ChatTools, RecentChat, RecentChats, chat_key
+from rekindle.runtime.encode.chat import (
+    ChatTools,
+    RecentChat,
+    RecentChats,
+    chat_key,
+    object_bytes,
+)
 from rekindle.tokens import Tokens
+from tests.kvcache.measure import allocated_bytes
 
 
 def said(*texts: str) -> list[dict[str, str]]:
@@ -18,7 +27,7 @@ def said(*texts: str) -> list[dict[str, str]]:
 def chat(*texts: str) -> RecentChat:
     messages = said(*texts)
     hashes, tools = ConversationHashes(messages), ChatTools.of(None, None)
-    return RecentChat(messages, hashes, ChatPrompt(Tokens()), tools)
+    return RecentChat(messages, hashes, ChatPrompt(Tokens()), tools, object_bytes(messages))
 
 
 def put(recent: RecentChats, tenant: bytes, *texts: str) -> RecentChat:
@@ -62,6 +71,27 @@ def test_a_chat_larger_than_the_limit_is_not_kept_and_evicts_nothing() -> None:
     kept = put(recent, b"one", "a")
     put(recent, b"one", "b" * 1000)
     assert recent.find(b"one", chat_key(said("a"))) is kept
+
+
+def junk(number: int) -> list[Any]:
+    """Messages whose objects take 60 times the memory of their JSON."""
+    return list(json.loads(f'[{{"role": "user", "n": {number}, "junk": [{"[]," * 20_000} 1]}}]'))
+
+
+def test_the_limit_counts_the_memory_that_is_held() -> None:
+    limit_bytes = 8 << 20
+    recent = RecentChats(limit_bytes)
+
+    def fill() -> None:
+        for number in range(50):
+            messages = junk(number)
+            tools = ChatTools.of(messages if number % 2 else None, None)
+            hashes, size_bytes = ConversationHashes([]), object_bytes(messages)
+            chat = RecentChat(messages, hashes, ChatPrompt(Tokens()), tools, size_bytes)
+            recent.put(b"one", chat_key(messages), chat)
+
+    assert limit_bytes // 2 < allocated_bytes(fill) < limit_bytes
+    assert limit_bytes // 2 < recent.used_bytes <= limit_bytes
 
 
 def test_storing_the_same_messages_again_takes_no_more_memory() -> None:

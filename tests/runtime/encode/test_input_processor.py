@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.engine.base import TokenMask
 from rekindle.errors import ContextTooLong
 from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingParams, ToolUse
@@ -53,17 +54,17 @@ def test_each_choice_has_its_own_turn_seed_names_and_parser() -> None:
 
 
 def test_a_grammar_is_compiled_once_and_each_choice_has_its_own_state() -> None:
-    processor = Conversations(HERMES).runtime.input_processor
-    compiler = processor._output_format._compiler
     asked = structs.replace(ASK, tool_use=ToolUse(choice="required"))
-    with patch.object(compiler, "compile", autospec=True, side_effect=compiler.compile) as compiled:
+    compile = GrammarCompiler.compile
+    with patch.object(GrammarCompiler, "compile", autospec=True, side_effect=compile) as compiled:
+        processor = Conversations(HERMES).runtime.input_processor
         first, *others = (each.decoding.token_mask for each in processor.encode(asked))
     assert compiled.call_count == 1
     assert first is not None
 
     def allowed(mask: TokenMask | None) -> list[bool]:
         assert mask is not None
-        logits = np.zeros(processor._tokenizer.size, np.float32)
+        logits = np.zeros(processor.tokenizer.size, np.float32)
         mask.mask(logits)
         return list(np.isfinite(logits))
 
@@ -79,7 +80,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_numbers() -> None
         turn=1, prompt=list(range(60)), sampling=SamplingParams(), max_tokens=None
     )
     with pytest.raises(ContextTooLong, match=r"60 tokens.*60"):
-        harness.pipeline.encode(request)
+        harness.encode_one(request)
 
 
 @pytest.mark.parametrize(

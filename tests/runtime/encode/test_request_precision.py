@@ -474,7 +474,7 @@ def crowd(seed: int) -> None:
             list(harness.runtime.upkeep())
     harness.run()
     copies = sum(idle.copy is not None for idle in harness.kv.idle)
-    deferred = len(harness.kv.idle.default.sequences.deferred)
+    deferred = len(harness.kv.idle.default.deferred)
     assert engine.open_sequences == len(harness.kv.idle) + copies + deferred
     for reply, tokens, request in asked:
         is_one_type = request["kv_bits"] is None

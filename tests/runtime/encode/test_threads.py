@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,8 +12,10 @@ from random import Random
 
 import pytest
 
+from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.protocol.events import Cancelled
-from rekindle.runtime.encode.threads import LARGE_BYTES, Encoders, Job
+from rekindle.runtime.encode.threads import LARGE_BYTES, Encoders, Job, Tokenisation
+from tests.support.fake import NumberTokenizer
 from tests.support.rounds import rounds
 
 PATIENCE_S = 30.0
@@ -34,12 +37,22 @@ class EncodersHarness:
         self.encoders: Encoders[str] = Encoders(self.outcomes.put)
 
     def submit(
-        self, *names: str, tenant: bytes, size_bytes: int = SMALL, turns: tuple[int, ...] = ()
+        self,
+        *names: str,
+        tenant: bytes,
+        size_bytes: int = SMALL,
+        turns: tuple[int, ...] = (),
+        constrained: bool = False,
     ) -> None:
-        self.encoders.submit(Job(tenant, size_bytes, lambda: names, turns))
+        self.encoders.submit(Job(tenant, size_bytes, lambda: names, turns, constrained))
 
     def submit_held(
-        self, *names: str, tenant: bytes, size_bytes: int = SMALL, turns: tuple[int, ...] = ()
+        self,
+        *names: str,
+        tenant: bytes,
+        size_bytes: int = SMALL,
+        turns: tuple[int, ...] = (),
+        constrained: bool = False,
     ) -> None:
         """Submit a job that finishes when `released` is set."""
 
@@ -48,13 +61,13 @@ class EncodersHarness:
             assert self.released.wait(PATIENCE_S)
             return names
 
-        self.encoders.submit(Job(tenant, size_bytes, encode, turns))
+        self.encoders.submit(Job(tenant, size_bytes, encode, turns, constrained))
 
     def next(self) -> Outcome:
         return self.outcomes.get(timeout=PATIENCE_S)
 
     def hold_all(self) -> None:
-        """Occupy every encoder thread."""
+        """Occupy every encoder thread for requests without a grammar."""
         for name, size_bytes in (("large", LARGE), ("small", SMALL)):
             self.submit_held(name, tenant=b"busy", size_bytes=size_bytes)
             assert self.started.get(timeout=PATIENCE_S) == name
@@ -87,6 +100,60 @@ def test_a_large_request_waits_for_at_most_one_of_each_other_tenant() -> None:
         harness.released.set()
         done = [harness.next() for _ in range(13)]
         assert [name for name in done if name not in ("large", "small")][:2] == ["a0", "b"]
+
+
+@pytest.mark.parametrize("size_bytes", [SMALL, LARGE])
+def test_requests_with_a_grammar_leave_the_encoders_to_others(size_bytes: int) -> None:
+    with running() as harness:
+        for tenant in (A, B, C):
+            for number in range(3):
+                name = f"{tenant!r} {number}"
+                harness.submit_held(name, tenant=tenant, size_bytes=size_bytes, constrained=True)
+        for tenant in (A, B, C):
+            harness.submit("plain", tenant=tenant)
+            assert harness.next() == "plain"
+
+
+def test_a_tenant_has_one_request_with_a_grammar_encoded_at_a_time() -> None:
+    with running() as harness:
+        for number in range(3):
+            harness.submit_held(f"a{number}", tenant=A, constrained=True)
+        assert harness.started.get(timeout=PATIENCE_S) == "a0"
+        harness.submit("b", tenant=B, constrained=True)
+        assert harness.next() == "b"
+        assert harness.started.empty()
+        harness.released.set()
+        assert [harness.next() for _ in range(3)] == ["a0", "a1", "a2"]
+
+
+def test_a_waiting_request_with_a_grammar_can_be_cancelled() -> None:
+    with running() as harness:
+        harness.submit_held("first", tenant=A, constrained=True)
+        harness.submit_held("second", tenant=A, turns=(2,), constrained=True)
+        assert harness.encoders.cancel(2)
+        assert harness.next() == Cancelled(2)
+        harness.released.set()
+        assert harness.next() == "first"
+        harness.submit("third", tenant=A, constrained=True)
+        assert harness.next() == "third"
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_the_encoders_know_since_when_they_work(constrained: bool) -> None:
+    with running() as harness:
+        assert harness.encoders.working_since_s is None
+        before_s = time.monotonic()
+        harness.submit_held("held", tenant=A, constrained=constrained)
+        harness.started.get(timeout=PATIENCE_S)
+        since_s = harness.encoders.working_since_s
+        assert since_s is not None
+        assert before_s <= since_s <= time.monotonic()
+        harness.submit("other", tenant=B)  # progress elsewhere does not hide it
+        assert harness.next() == "other"
+        assert harness.encoders.working_since_s == since_s
+        harness.released.set()
+        assert harness.next() == "held"
+        assert harness.encoders.working_since_s is None
 
 
 @pytest.mark.parametrize("size_bytes", [SMALL, LARGE])
@@ -156,7 +223,13 @@ def test_turns_cancelled_at_random_times_end_exactly_once() -> None:
         for turn in range(turns):
             size_bytes = chance.choice((SMALL, LARGE))
             tenant = chance.choice((A, B, C))
-            harness.submit(str(turn), tenant=tenant, size_bytes=size_bytes, turns=(turn,))
+            harness.submit(
+                str(turn),
+                tenant=tenant,
+                size_bytes=size_bytes,
+                turns=(turn,),
+                constrained=chance.random() < 0.3,
+            )
             cancels.put(chance.randrange(turn + 1))
         cancels.put(None)
         canceller.join(PATIENCE_S)
@@ -164,3 +237,13 @@ def test_turns_cancelled_at_random_times_end_exactly_once() -> None:
     ended = [int(each) if isinstance(each, str) else each.turn for each in outcomes]
     assert sorted(ended) == list(range(turns))
     assert harness.outcomes.empty()
+
+
+def test_the_text_of_a_token_is_sent_once_however_often_the_token_occurs() -> None:
+    tokenizer = NumberTokenizer()
+    tokenisation = Tokenisation(tokenizer, 16, tokenizer.encode)
+    found = tokenisation.answer(Tokenize(text="5 7 5 5", with_pieces=True))
+    assert isinstance(found, Tokenized)
+    assert list(found.ids) == [5, 7, 5, 5]
+    assert found.pieces == {id: tokenizer.piece(id, special=True) for id in (5, 7)}
+    assert found.count == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from rekindle.chat.prompt import Prompt
 from rekindle.errors import CacheKeyNotFound, NoRoomForPins
@@ -12,6 +13,7 @@ from rekindle.protocol.admin import (
     DeleteEntry,
     EntryInfo,
     EntryList,
+    ExportState,
     Flush,
     GetStats,
     IndexPrompt,
@@ -20,7 +22,10 @@ from rekindle.protocol.admin import (
     Removed,
     RemoveOld,
     RemoveSession,
+    ShowEntry,
     Stats,
+    Validate,
+    Validation,
 )
 from rekindle.protocol.requests import Names, Prepare
 from rekindle.tokens import Tokens
@@ -94,10 +99,10 @@ def test_all_names_of_a_conversation_lead_to_one_entry(harness: RuntimeHarness) 
         harness.ask(PROMPT, names=naming)  # names the first conversation again
 
 
-def test_an_unknown_key_is_a_miss_and_not_an_error(harness: RuntimeHarness) -> None:
+def test_an_unknown_key_is_echoed_and_not_an_error(harness: RuntimeHarness) -> None:
     report = harness.ask(PROMPT, names=Names(cache_key="no such key")).finished.cache
     assert (report.status, report.reason) == ("miss", "cache_key_not_found")
-    assert report.cache_key is None
+    assert report.cache_key == "no such key"
 
 
 def test_an_edited_history_reuses_only_the_tokens_before_the_edit(harness: RuntimeHarness) -> None:
@@ -109,10 +114,11 @@ def test_an_edited_history_reuses_only_the_tokens_before_the_edit(harness: Runti
     assert reply.tokens == RuntimeHarness(FakeEngine()).ask(edited).tokens
 
 
-def test_a_request_shorter_than_its_entry_is_reported(harness: RuntimeHarness) -> None:
+def test_a_repeated_prompt_is_a_hit_with_and_without_its_key(harness: RuntimeHarness) -> None:
     first = harness.ask(PROMPT, names=Names(return_cache_key=True))
-    report = harness.ask(PROMPT, names=Names(cache_key=key_of(first))).finished.cache
-    assert (report.status, report.reason) == ("partial_hit", "request_shorter")
+    for names in (Names(cache_key=key_of(first)), None):
+        report = harness.ask(PROMPT, names=names).finished.cache
+        assert (report.status, report.reason) == ("hit", "full_match")
 
 
 def test_a_session_without_a_key_keeps_a_single_entry(
@@ -133,6 +139,8 @@ def test_a_tenant_cannot_use_the_names_of_another(harness: RuntimeHarness) -> No
     theirs = harness.ask(going_on(first), salt=b"other", names=stolen).finished.cache
     unknown = Names(cache_key="f" * 32, session_id="t", message_ids=["m"])
     strangers = harness.ask(going_on(first), salt=b"third", names=unknown).finished.cache
+    assert (theirs.cache_key, strangers.cache_key) == (stolen.cache_key, unknown.cache_key)
+    theirs.cache_key = strangers.cache_key = None
     assert theirs == strangers
     assert theirs.reused_tokens == 0
 
@@ -148,7 +156,7 @@ def test_a_key_expires_after_its_ttl_which_each_use_restarts(
     assert harness.ask(going_on(first), names=again).finished.cache.status == "hit"
     clock.pass_by(1801)
     report = harness.ask(going_on(first, 5), names=again).finished.cache
-    assert (report.status, report.reason) == ("miss", "expired")
+    assert (report.status, report.reason) == ("hit", "expired")
 
 
 def test_collecting_expired_entries_frees_state_that_no_other_entry_uses(
@@ -228,6 +236,67 @@ def test_only_shared_prompts_are_reused_by_other_tenants(
     one = harness.ask([*PROMPT, 1, 2, 3], salt=b"one")
     other = harness.ask([*PROMPT, 1, 2, 3], salt=b"other")
     assert one.reused == other.reused == len(PROMPT)
+
+
+PROJECT = Prepare(shared=True, pinned=True, ttl_s=None, project="analyst")
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_name_or_the_key_of_a_project_serves_as_a_cache_key(
+    harness: RuntimeHarness, shared: bool
+) -> None:
+    prepared = harness.ask(PROMPT, prepare=replace(PROJECT, shared=shared))
+    for name in ("analyst", key_of(prepared)):
+        report = harness.ask([*PROMPT, 1, 2, 3], names=Names(cache_key=name)).finished.cache
+        assert (report.status, report.reason) == ("hit", "full_match")
+        assert report.reused_tokens >= len(PROMPT)
+    listed = harness.administer(ListEntries(), admin=True)
+    assert isinstance(listed, EntryList)
+    [entry] = [each for each in listed.entries if each.cache_key == key_of(prepared)]
+    assert [(each.kind, each.name) for each in entry.names] == [("project", "analyst")]
+
+
+def test_the_name_of_a_project_stays_with_its_prompt(harness: RuntimeHarness) -> None:
+    prepared = harness.ask(PROMPT, prepare=PROJECT)
+    naming = Names(cache_key="analyst", session_id="analyst", return_cache_key=True)
+    for salt in (b"one", b"other"):
+        harness.ask([*PROMPT, 1, 2, 3], salt=salt, names=naming)
+        report = harness.ask([*PROMPT, 4, 5], salt=salt, names=Names(cache_key="analyst"))
+        assert report.finished.cache.reason == "full_match"
+    changed = harness.ask([*PROMPT[:20], 7], prepare=PROJECT)
+    found = harness.administer(ShowEntry("analyst"), salt=b"third")
+    assert isinstance(found, EntryInfo)
+    assert found.cache_key == key_of(changed), "the next start has another prompt"
+    own = harness.administer(ShowEntry("analyst"), salt=b"one")
+    assert isinstance(own, EntryInfo)
+    assert own.cache_key not in (key_of(prepared), key_of(changed)), "its own session comes first"
+
+
+def test_tenants_see_a_shared_project_but_neither_change_it_nor_see_who_uses_it(
+    harness: RuntimeHarness, clock: FakeClock
+) -> None:
+    key = key_of(harness.ask(PROMPT, prepare=PROJECT))
+    seen = harness.administer(ShowEntry("analyst"), salt=b"one")
+    clock.pass_by(60)
+    harness.ask([*PROMPT, 1, 2, 3], salt=b"other", names=Names(cache_key="analyst"))
+    assert harness.administer(ShowEntry("analyst"), salt=b"one") == seen
+    for name in ("analyst", key):
+        for op in (DeleteEntry(name), PinEntry(name, pinned=False), ExportState(name, "/none")):
+            with pytest.raises(CacheKeyNotFound):
+                harness.administer(op, salt=b"one")
+    used = harness.administer(ShowEntry("analyst"), admin=True)
+    assert isinstance(used, EntryInfo)
+    assert used.pinned
+    assert used.last_used == used.created_at + 60
+    assert isinstance(harness.administer(DeleteEntry("analyst"), admin=True), Removed)
+
+
+def test_a_project_of_an_open_server_can_be_validated_by_name(harness: RuntimeHarness) -> None:
+    harness.administer(Flush(key_of(harness.ask(PROMPT, prepare=PROJECT))), admin=True)
+    asked = Validate(cache_key="analyst", messages=[{"role": "user", "content": "x"}])
+    found = harness.administer(asked, prompt=Prompt(Tokens.of([*PROMPT, 1, 2])), salt=b"one")
+    assert isinstance(found, Validation)
+    assert (found.status, found.reusable_tokens) == ("hit", len(PROMPT))
 
 
 def test_a_fingerprint_session_recognises_a_conversation_without_a_name(
@@ -354,6 +423,24 @@ def test_only_sessions_older_than_the_limit_are_removed(
     assert isinstance(removed, Removed)
     assert removed.entries == 1
     assert harness.entries.by_name(harness.namespace(), ("kv_cache_session_id", "2")) is not None
+
+
+def test_removing_old_sessions_leaves_what_is_not_a_session(
+    harness: RuntimeHarness, clock: FakeClock
+) -> None:
+    prepared = harness.ask(PROMPT, prepare=Prepare(ttl_s=None))
+    response = harness.ask([1, 2, 3], names=Names(entry_key="resp_1", prompt_cache_key="p"))
+    harness.ask([4, 5, 6])
+    harness.ask([7, 8, 9], names=Names(session_id="s"))
+    harness.ask([10, 11, 12], names=Names(wants_message_id=True))
+    clock.pass_by(100)
+    removed = harness.administer(RemoveOld(50))
+    assert isinstance(removed, Removed)
+    assert removed.entries == 2
+    assert harness.entries.by_key(harness.namespace(), key_of(prepared)) is not None
+    assert harness.entries.by_key(harness.namespace(), "resp_1") is not None
+    assert len(harness.entries.of(None)) == 3
+    assert response.finished
 
 
 def test_stats_count_a_tenants_turns_and_the_bytes_saved_by_sharing(

@@ -300,7 +300,7 @@ def test_a_question_beforehand_says_what_is_short_of_a_checkpoint() -> None:
     harness.ask([*longer, *range(40, 60)])
     for block in harness.store:
         if block.resumable and block.stop > 92:
-            block.resumable = False
+            block.kind = block.kind._replace(resumable=False)
     told = harness.administer(
         Validate(cache_key=key, messages=[]), prompt=Prompt(Tokens.of(longer))
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 from blake3 import blake3
 from msgspec.structs import replace
@@ -23,6 +22,7 @@ from rekindle.protocol.admin import (
     Stats,
 )
 from rekindle.protocol.events import Status
+from rekindle.runtime.device.offload import Counts
 from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
 from rekindle.runtime.reuse.admission import Planner
 from rekindle.runtime.storage.storage import Storage
@@ -30,41 +30,27 @@ from rekindle.runtime.storage.storage import Storage
 View = bytes | None  # the namespace that the caller may see; None: an admin sees all of them
 
 
-class TurnCounts(NamedTuple):
-    """Running counts of turns and tokens."""
-
-    by_status: Mapping[Status, int]  # in one view
-    active: int
-    computed_tokens: int
-    reused_tokens: int
-
-
+@dataclass(frozen=True, slots=True)
 class CacheInfo:
     """Called by the engine's thread. Long work yields between its pieces."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        planner: Planner,
-        preview: Preview,
-        count_turns: Callable[[View], TurnCounts],
-    ) -> None:
-        self._storage, self._store = storage, storage.store
-        self._entries, self._clock = storage.entries, storage.clock
-        self._planner = planner
-        self._preview = preview
-        self._count_turns = count_turns
+    storage: Storage
+    planner: Planner
+    preview: Preview
+    counts: Counts
+    statuses: Mapping[View, Mapping[Status, int]]  # number of turns by reuse status, in each view
+    active_turns: Callable[[], int]
 
     def info(self, entry: Entry) -> EntryInfo:
-        blocks, ends = list(chain(entry.block)), list(self._planner.resume_points(entry))
-        left_s = entry.expires_in_s(self._clock)
+        blocks, ends = list(chain(entry.block)), list(self.planner.resume_points(entry))
+        left_s = entry.expires_in_s(self.storage.clock)
         count = len(entry.tokens)
         stored = (block.stop for block in ends if block.stored)
         return EntryInfo(
             cache_key=entry.key,
             segments=[Segment(*segment) for segment in entry.segments],
             token_count=count,
-            tier=self._store.tiers.slowest(blocks),
+            tier=self.storage.store.tiers.slowest(blocks),
             size_bytes=entry.state_bytes,
             held_tokens=min(max((block.stop for block in ends), default=0), count),
             stored_tokens=min(max(stored, default=0), count),
@@ -73,7 +59,7 @@ class CacheInfo:
             ttl=entry.ttl_s,
             created_at=entry.created_at,
             last_used=entry.last_used_at,
-            expires_at=None if left_s is None else self._clock.wall_s() + left_s,
+            expires_at=None if left_s is None else self.storage.clock.wall_s() + left_s,
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
             tenant=blake3(entry.tenant).hexdigest()[:12],
             lru_position=entry.place,
@@ -83,11 +69,11 @@ class CacheInfo:
         """Add a preview of the text for the entry's own tenant. An admin does not get the text of
         others."""
         info = self.info(entry)
-        return replace(info, preview=self._preview.of(entry.text)) if entry.tenant == own else info
+        return replace(info, preview=self.preview.of(entry.text)) if entry.tenant == own else info
 
     def page(self, op: ListEntries, view: View, own: bytes) -> Pieces[EntryList]:
         # One entry more than requested shows whether there is a next page.
-        found = list(islice(self._entries.newest(view, op.before), op.limit + 1))
+        found = list(islice(self.storage.entries.newest(view, op.before), op.limit + 1))
         listed = []
         for entry in found[: op.limit]:
             yield
@@ -98,38 +84,41 @@ class CacheInfo:
 
     def stats(self, op: GetStats, view: View) -> Pieces[Stats]:
         """Return the running counts. Only entries have to be counted, piece by piece."""
-        turns = self._count_turns(view)
-        ram_bytes, disk_bytes = self._storage.held_bytes(view)
+        turns = self.statuses[view]
+        ram_bytes, disk_bytes = self.storage.held_bytes(view)
         stats = Stats(
             entries=0,
             pinned_entries=0,
-            by_tier={},
+            by_tier={tier.name: 0 for tier in self.storage.store.tiers},
             ram_bytes=ram_bytes,
             disk_bytes=disk_bytes,
-            unique_bytes=self._store.size_bytes(view),
+            unique_bytes=self.storage.store.size_bytes(view),
             logical_bytes=0,
-            hits=turns.by_status["hit"],
-            partial_hits=turns.by_status["partial_hit"],
-            misses=turns.by_status["miss"],
-            evictions=self._store.evictions(view),
+            hits=turns["hit"],
+            partial_hits=turns["partial_hit"],
+            misses=turns["miss"],
+            evictions=self.storage.store.evictions(view),
         )
         if view is None:
-            stats.computed_tokens = turns.computed_tokens
-            stats.reused_tokens = turns.reused_tokens
-            stats.active_turns = turns.active
-            self._storage.add_totals(stats)
+            stats.computed_tokens = self.counts.computed_tokens
+            stats.reused_tokens = self.counts.reused_tokens
+            stats.active_turns = self.active_turns()
+            self.storage.add_totals(stats)
         if op.of_entries:
             yield from self._count_entries(view, stats)
         return stats
 
     def _count_entries(self, view: View, stats: Stats) -> Pieces[None]:
-        tiers: Counter[str] = Counter()
-        for number, entry in enumerate(self._entries.of(view)):
-            if number % PIECE_ENTRIES == 0:
-                yield
-            stats.entries += 1
-            stats.pinned_entries += entry.pinned
-            if entry.block is not None and not entry.block.is_root:
-                tiers[self._store.tiers.source(entry.block).name] += 1
-                stats.logical_bytes += entry.state_bytes
-        stats.by_tier = dict(tiers)
+        """Count living entries, most recently used first. An entry that is used between two pieces
+        may be missed, but is never counted twice."""
+        entries, tiers = self.storage.entries, self.storage.store.tiers
+        before: int | None = None
+        while piece := list(islice(entries.newest(view, before), PIECE_ENTRIES)):
+            for entry in piece:
+                stats.entries += 1
+                stats.pinned_entries += entry.pinned
+                if entry.block is not None and not entry.block.is_root:
+                    stats.by_tier[tiers.source(entry.block).name] += 1
+                    stats.logical_bytes += entry.state_bytes
+            before = piece[-1].place
+            yield

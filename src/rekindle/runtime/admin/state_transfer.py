@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rekindle.engine.base import Engine, StateFiles
-from rekindle.errors import BadRequest, CorruptBlock, ServerError, Unsupported
+from rekindle.engine.base import Engine, ReadState, StateFiles
+from rekindle.errors import BadRequest, CorruptBlock, ServerError, StateNotPortable, Unsupported
 from rekindle.kvcache.block import Block, PrefixHandle, WriteBack, chain, chain_key
 from rekindle.kvcache.entries.entry import Draft, Entry, Name
 from rekindle.kvcache.tiers.base import Fetch
@@ -53,10 +53,7 @@ class StateTransfer:
 
     def _files(self) -> StateFiles:
         if self._engine.state_files is None:
-            raise Unsupported(
-                "The state of this model cannot be exported or imported: no other program reads "
-                "the state of its engine."
-            )
+            raise StateNotPortable
         return self._engine.state_files
 
     def save(self, entry: Entry, folder: Path) -> Pieces[StateFile]:
@@ -130,6 +127,15 @@ class StateTransfer:
         """Store the state in a file as an entry of the tenant; raises a ServerError."""
         state = self._files().read(path)
         tokens = self._checked(state.tokens)
+        owner = PrefixHandle(namespace, tokens)  # until there is an entry
+        self._store.conversations.attach(owner)
+        try:
+            yield from self._put(state, tokens, namespace)
+            return self._remember(tokens, namespace, names)
+        finally:
+            self._store.conversations.release(owner)
+
+    def _put(self, state: ReadState, tokens: Tokens, namespace: bytes) -> Pieces[None]:
         step, parent = self._capabilities.block_tokens, namespace
         for start in range(0, len(tokens), step):
             yield
@@ -146,6 +152,8 @@ class StateTransfer:
                     )
             parent = chain_key(parent, piece)
             self._store.set_write_back(parent, WriteBack.SOON)
+
+    def _remember(self, tokens: Tokens, namespace: bytes, names: tuple[Name, ...]) -> Entry:
         draft = Draft(
             namespace=namespace,
             tokens=tokens,

@@ -10,22 +10,15 @@ sequence can be reused until it is closed.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 from rekindle.engine.base import Engine, KvType, Sequence
 from rekindle.kvcache.block import PrefixHandle
 from rekindle.kvcache.eviction.policy import Evictor
-from rekindle.runtime.device.idle_sequences import IdleRanking, IdleSequences
-from rekindle.runtime.device.offload import (
-    FlushRequests,
-    IdleSequence,
-    Offloader,
-    OffloadQueue,
-    StepBudget,
-)
-from rekindle.tokens import Tokens
+from rekindle.runtime.device.idle_sequences import IdleRanking, IdleSequence
+from rekindle.runtime.device.offload import Offloader
 
 # On a CPU, every row that is computed passes over all idle cells. After this many rows an idle
 # sequence has cost as much time as restoring it would. Both grow with its length (decision 6).
@@ -41,7 +34,6 @@ class IdlePool:
         self,
         engine: Engine,
         offloader: Offloader,
-        budget: StepBudget,
         evictor: Evictor,
         *,
         kv_type: KvType,
@@ -51,17 +43,20 @@ class IdlePool:
     ) -> None:
         self._engine = engine
         self.kv_type = kv_type
-        self._budget = budget
         self._most_sequences = max_sequences
         self.max_tokens = max_tokens
         self._by_cost = by_cost  # evict a sequence when keeping it costs more than restoring it
         is_default = kv_type == engine.capabilities.kv_type
         self._parking = engine.sequences.parking if is_default else None
         self._ranking = IdleRanking(evictor, engine.capabilities.block_tokens)
-        self._exports = OffloadQueue(engine, offloader, budget, kv_type)
-        self.sequences = self._idle = IdleSequences(engine, self._exports, self._ranking)
-        self._deferred = self._idle.deferred
-        self._flushes = FlushRequests(self._exports)
+        self._exports = offloader
+        self._idle: list[IdleSequence] = []  # in LRU order, each is ranked while it is here
+        # Parked sequences that a turn has resumed in the pool and that nobody needs any more.
+        # Freeing device memory takes milliseconds. To keep them out of the time to first token,
+        # these sequences are closed in an idle moment or when their memory is needed.
+        self.deferred: list[Sequence] = []
+        # Exports that somebody waits for: the sequence, how many of its tokens, and what follows.
+        self._flushes: deque[tuple[IdleSequence, int, Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
         return len(self._idle)
@@ -69,9 +64,71 @@ class IdlePool:
     def __iter__(self) -> Iterator[IdleSequence]:
         return iter(self._idle)
 
+    @property
+    def _in_pool(self) -> Iterator[IdleSequence]:
+        """Sequences that are not parked, so they hold cells of the pool."""
+        return (idle for idle in self._idle if not idle.sequence.is_parked)
+
     def add(self, idle: IdleSequence) -> None:
-        self._idle.add(idle)
+        self._idle.append(idle)
+        self._ranking.add(idle)
         self.trim()
+
+    def _close(self, idle: IdleSequence, *, may_return: bool = True) -> None:
+        self._exports.close_copy(idle)
+        self._idle.remove(idle)
+        self._ranking.remove(idle, may_return=may_return)
+        self._engine.sequences.close(idle.sequence)
+
+    def _close_deferred(self) -> bool:
+        """Returns False if there were none."""
+        sequences, self.deferred = self.deferred, []
+        for sequence in sequences:
+            self._engine.sequences.close(sequence)
+        return bool(sequences)
+
+    def supersedes(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
+        """Whether a turn that shares this prefix makes its source useless. It does if it shares all
+        of the source, and belongs to the same tenant."""
+        return any(
+            idle.sequence is source
+            and shared_tokens >= len(idle.tokens)
+            and idle.namespace == namespace
+            for idle in self._idle
+        )
+
+    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
+        """Resume a turn from an idle sequence. Returns True if the turn takes the sequence itself.
+
+        It takes a source that is of no other use, because tagging its cells for another sequence
+        and untagging them takes milliseconds. A parked source has to be copied.
+        """
+        is_over = self.supersedes(source, shared_tokens, namespace)
+        for idle in self._idle:
+            if idle.sequence is source:
+                self._idle.remove(idle)
+                if not is_over:
+                    idle.is_evicting = False
+                    self._idle.append(idle)
+                    return False
+                self._ranking.remove(idle)
+                self._exports.close_copy(idle)
+                if source.is_parked:
+                    self.deferred.append(source)
+                return not source.is_parked
+        return False
+
+    def clear(self) -> None:
+        """Drop all handles after the engine has lost its sequences."""
+        self._idle.clear()
+        self.deferred.clear()
+        self._ranking.clear()
+        self._exports.copied = None
+
+    def count_rows(self, rows: int) -> None:
+        """Count rows that other turns computed while these sequences were idle."""
+        for idle in self._idle:
+            idle.rows_since_idle += rows
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -93,7 +150,7 @@ class IdlePool:
         if self._engine.sequences.free_tokens(self.kv_type) < tokens:
             self._exports.close_copy()
         while self._engine.sequences.free_tokens(self.kv_type) < tokens:
-            others = (each for each in self._idle.in_pool if each.sequence is not excluded)
+            others = (each for each in self._in_pool if each.sequence is not excluded)
             victim = next(self._ranking.eviction_order(others), None)
             if victim is None or not self._move_out(victim, excluded):
                 return False
@@ -101,15 +158,15 @@ class IdlePool:
 
     def _limit_sequences(self, sequences: int, excluded: Sequence | None = None) -> bool:
         """Evict down to this many sequences. Returns False if the budget is spent."""
-        if len(self) + len(self._deferred) > sequences:
-            self._deferred.close()
+        if len(self) + len(self.deferred) > sequences:
+            self._close_deferred()
         while len(self) > sequences:
             others = [each for each in self._idle if each.sequence is not excluded]
-            if not others or self._budget.is_spent:
+            if not others or self._exports.budget.is_spent:
                 return False
             victim = self._next_victim(others)
             if victim is None:  # no copy fits into the pool, so one is dropped without an export
-                self._idle.close(next(self._ranking.eviction_order(others)))
+                self._close(next(self._ranking.eviction_order(others)))
             elif not self._evict(victim):
                 return False
         return True
@@ -121,19 +178,19 @@ class IdlePool:
     @property
     def holds_cells(self) -> bool:
         """Whether any of them holds cells of the pool."""
-        return self._exports.copied is not None or next(self._idle.in_pool, None) is not None
+        return self._exports.copied is not None or next(self._in_pool, None) is not None
 
     def _move_out(self, idle: IdleSequence, excluded: Sequence | None = None) -> bool:
         """Park a sequence, or export and close it. Returns False if the budget is spent."""
         parking = self._parking
         self._exports.drop_or_recompute(idle)
         if not idle.tokens:
-            self._idle.close(idle)
+            self._close(idle)
             return True
         if parking is None or idle.is_evicting or len(idle.tokens) > parking.tokens:
             return self._evict(idle)
         while not parking.park(idle.sequence):
-            if self._deferred.close():
+            if self._close_deferred():
                 continue
             parked = (each for each in self._idle if each.sequence.is_parked)
             others = (each for each in parked if each.sequence is not excluded)
@@ -152,29 +209,27 @@ class IdlePool:
             return False
         if not self.holds_cells:
             return True
-        while sum(len(each.tokens) for each in self._idle.in_pool) > self.max_tokens:
-            if not self._move_out(next(self._ranking.eviction_order(self._idle.in_pool))):
+        while sum(len(each.tokens) for each in self._in_pool) > self.max_tokens:
+            if not self._move_out(next(self._ranking.eviction_order(self._in_pool))):
                 return False
         if self._parking and rows_ahead:
             self._exports.close_spare_copy()
-            return all(self._move_out(idle) for idle in list(self._idle.in_pool))
-        if self._parking:
+            return all(self._move_out(idle) for idle in list(self._in_pool))
+        if self._parking or not self._by_cost:
             return True
-        return not self._by_cost or all(
-            self._stay_or_leave(idle, rows_ahead) for idle in list(self._idle)
-        )
+        return all(self._stay_or_leave(idle, rows_ahead) for idle in list(self._idle))
 
     def park_fragments(self, excluded: Sequence | None) -> None:
         """Park a small amount of idle state, if there is room for it. State that is restored
         between the cells of a few replies is copied run by run, which is many times slower."""
-        mine = [idle for idle in self._idle.in_pool if idle.sequence is not excluded]
+        mine = [idle for idle in self._in_pool if idle.sequence is not excluded]
         if self._parking is None or sum(len(idle.tokens) for idle in mine) > MAX_FRAGMENT_TOKENS:
             return
         self._exports.close_spare_copy()
         for idle in mine:
             self._exports.drop_or_recompute(idle)
             if not idle.tokens:
-                self._idle.close(idle)
+                self._close(idle)
             elif not idle.is_evicting:
                 self._parking.park(idle.sequence)
 
@@ -197,29 +252,36 @@ class IdlePool:
         idle.is_evicting = True
         if not self._exports.export(idle):
             return False
-        self._idle.close(idle)
+        self._close(idle)
         return True
 
-    def forget(self, handle: PrefixHandle) -> None:
-        """Close the sequences of a deleted conversation, so that they are not reused."""
-        self._deferred.close()
-        for idle in list(self._idle):
-            if idle.namespace == handle.namespace and _is_along(handle.tokens, idle.tokens):
-                self._exports.drop_or_recompute(idle)
-                if len(idle.tokens) > len(handle.tokens):
-                    self._exports.export_all_of(idle)  # a longer conversation may need it
-                self._idle.close(idle, may_return=False)
+    def remove(self, owner: PrefixHandle) -> None:
+        """Close the sequences of a deleted conversation, so that they are not reused. Its own state
+        has left the store before."""
+        self._close_deferred()
+        for idle in [idle for idle in self._idle if idle.owner is owner]:
+            self._exports.drop_or_recompute(idle)
+            self._exports.export_wanted(idle)
+            self._close(idle, may_return=False)
+
+    def replace_owner(self, owner: PrefixHandle, successor: PrefixHandle | None) -> None:
+        """Give the sequences of one owner to another. Close them if there is none."""
+        for idle in [idle for idle in self._idle if idle.owner is owner]:
+            if successor is not None:
+                idle.owner = successor
+            else:
+                self._close(idle)
 
     # -- exporting -----------------------------------------------------------------------------
 
     def work_in_idle_moment(self) -> bool:
         """Close a deferred sequence, export one block, or park a sequence that is not the newest.
         Returns False if there is nothing left to do."""
-        for idle in self._idle.in_pool:
+        for idle in self._in_pool:
             self._exports.drop_scattered(idle)  # all of them, before any is computed again
         newest_first = reversed(self._idle)  # the newest is the most likely to be resumed
         return (
-            self._deferred.close()
+            self._close_deferred()
             or any(map(self._exports.export_block, newest_first))
             or self._park_one()
         )
@@ -228,23 +290,23 @@ class IdlePool:
         if self._parking is None:
             return False
         newest = next(reversed(self._idle), None)
-        others = (idle for idle in self._idle.in_pool if idle is not newest)
+        others = (idle for idle in self._in_pool if idle is not newest)
         idle = next(others, None)
         if idle is None:
             return False
         self._exports.drop_or_recompute(idle, computes=True)
         if not idle.tokens:
-            self._idle.close(idle)
+            self._close(idle)
             return True
         return self._parking.park(idle.sequence)
 
     def export_all(self) -> None:
-        self._deferred.close()
-        for idle in [*self._idle.in_pool, *self._idle]:
-            for exported in list(self._idle.in_pool):
+        self._close_deferred()
+        for idle in [*self._in_pool, *self._idle]:
+            for exported in list(self._in_pool):
                 if self._exports.can_leave(idle):
                     break
-                self._idle.close(exported)  # to free its cells for a copy
+                self._close(exported)  # to free its cells for a copy
             if idle in self._idle:
                 self._exports.export_all_of(idle)
 
@@ -254,26 +316,26 @@ class IdlePool:
         common = [idle.tokens.common_prefix(handle.tokens) for idle in mine]
         longest = max(common, default=0)
         if longest > (handle.block.stop if handle.block else 0):
-            self._flushes.ask(mine[common.index(longest)], longest, then)
+            self._flushes.append((mine[common.index(longest)], longest, then))
             self.continue_flushes()
         else:
             then()
 
     def continue_flushes(self) -> bool:
-        """Continue exports that somebody waits for. Returns False if the budget is spent."""
-        while not self._flushes.advance(self._idle):
-            if self._budget.is_spent:
+        """Continue exports that somebody waits for, in the order of the requests. A sequence that
+        has left counts as exported. Returns False if the budget is spent."""
+        while self._flushes:
+            idle, tokens, then = self._flushes[0]
+            if idle not in self._idle or self._exports.export(idle, tokens):
+                self._flushes.popleft()
+                then()
+                continue
+            if self._exports.budget.is_spent:
                 return False
-            idle = self._flushes.first  # a copy of it does not fit
-            wanted = len(idle.tokens), len(self), idle.sequence
+            wanted = len(idle.tokens), len(self), idle.sequence  # a copy of it does not fit
             if not self.could_make_room(*wanted) or not self.make_room(*wanted):
                 return False
         return True
-
-
-def _is_along(one: Tokens, other: Tokens) -> bool:
-    """Whether one of the two is a prefix of the other."""
-    return one.common_prefix(other) == min(len(one), len(other))
 
 
 RowsByType = Counter[KvType]
@@ -285,62 +347,23 @@ class IdlePools:
     def __init__(self, default: KvType, build: Callable[[KvType], IdlePool]) -> None:
         self._build = build
         self.default = build(default)
-        self._pools: dict[KvType, IdlePool] = {default: self.default}
+        self.by_type: dict[KvType, IdlePool] = {default: self.default}
 
     def __len__(self) -> int:
-        return sum(map(len, self._pools.values()))
+        return sum(map(len, self.by_type.values()))
 
     def __iter__(self) -> Iterator[IdleSequence]:
-        return chain(*self._pools.values())
+        return chain(*self.by_type.values())
 
     def of(self, kv_type: KvType) -> IdlePool:
-        if kv_type not in self._pools:
-            self._pools[kv_type] = self._build(kv_type)
-        return self._pools[kv_type]
-
-    def add(self, idle: IdleSequence) -> None:
-        self.of(idle.sequence.kv_type).add(idle)
-
-    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
-        """Resume a turn from an idle sequence. Returns True if the turn takes it over."""
-        return self.of(source.kv_type).sequences.supersede(source, shared_tokens, namespace)
+        if kv_type not in self.by_type:
+            self.by_type[kv_type] = self._build(kv_type)
+        return self.by_type[kv_type]
 
     def clear(self) -> None:
-        for pool in self._pools.values():
-            pool.sequences.clear()
-
-    @property
-    def holds_cells(self) -> bool:
-        return any(pool.holds_cells for pool in self._pools.values())
-
-    def trim(self, rows_ahead: RowsByType) -> bool:
-        return all(pool.trim(rows_ahead[name]) for name, pool in self._pools.items())
+        for pool in self.by_type.values():
+            pool.clear()
 
     def count_rows(self, rows: RowsByType) -> None:
-        for kv_type, pool in self._pools.items():
-            pool.sequences.count_rows(rows[kv_type])
-
-    def release_unused(self) -> None:
-        """Evict unused sequences of other KV types, so that the engine can free their pools."""
-        for pool in self._pools.values():
-            if pool is not self.default:
-                pool.evict_unused()
-
-    def forget(self, handle: PrefixHandle) -> None:
-        for pool in self._pools.values():
-            pool.forget(handle)
-
-    def work_in_idle_moment(self) -> bool:
-        return any(pool.work_in_idle_moment() for pool in self._pools.values())
-
-    def export_all(self) -> None:
-        for pool in self._pools.values():
-            pool.export_all()
-
-    def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
-        """Export the idle state of one conversation, then call back."""
-        mine = (idle.sequence.kv_type for idle in self if idle.namespace == handle.namespace)
-        self.of(next(mine, self.default.kv_type)).export(handle, then)
-
-    def continue_flushes(self) -> bool:
-        return all(pool.continue_flushes() for pool in self._pools.values())
+        for kv_type, pool in self.by_type.items():
+            pool.count_rows(rows[kv_type])

@@ -1,22 +1,36 @@
-"""Keeps the finished sequences of one KV pool and ranks them for eviction."""
+"""Describes the finished sequences of a KV pool and ranks them for eviction."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, Sequence
-from rekindle.kvcache.block import chain_key
+from rekindle.engine.base import Sequence
+from rekindle.kvcache.block import PrefixHandle, WriteBack, chain_key
 from rekindle.kvcache.eviction.policy import Evictor
-from rekindle.runtime.device.offload import IdleSequence, OffloadQueue
+from rekindle.runtime.schedule.turn import Offloaded
+from rekindle.tokens import Tokens
 
 
-class _Part(NamedTuple):
-    """A block of a sequence. The last one may be short."""
+@dataclass(slots=True, eq=False)
+class IdleSequence:
+    """A finished sequence that stays in the engine until its memory is needed."""
 
-    key: bytes
-    tokens: int
+    sequence: Sequence
+    tokens: Tokens
+    namespace: bytes
+    tenant: bytes
+    exact_tokens: int  # the first tokens, which were computed in canonical steps
+    write_back: WriteBack
+    offloaded: Offloaded
+    owner: PrefixHandle | None = None  # the entry that it is freed with, or a turn that waits
+    restarts: int = 0  # exports begun again because blocks had left the store
+    rows_since_idle: int = 0  # computed by other turns
+    is_unused: bool = False  # since the last upkeep
+    is_evicting: bool = False  # its export has begun, to make room
+    copy: Sequence | None = None  # a parked sequence is exported from a copy in the pool
+    dropped: Tokens | None = None  # all its tokens, after its scattered cells were freed
 
 
 class IdleRanking:
@@ -34,7 +48,8 @@ class IdleRanking:
     def __init__(self, evictor: Evictor, block_tokens: int) -> None:
         self._evictor = evictor  # counts tokens
         self._block_tokens = block_tokens
-        self._parts: dict[IdleSequence, list[_Part]] = {}
+        # The keys and lengths of the blocks of each sequence. The last one may be short.
+        self._parts: dict[IdleSequence, list[tuple[bytes, int]]] = {}
         self._users: Counter[bytes] = Counter()  # number of sequences that have a block
 
     def add(self, idle: IdleSequence) -> None:
@@ -46,20 +61,20 @@ class IdleRanking:
                 self._evictor.add(idle.tenant, key, None, tokens)
             self._users[key] += 1
 
-    def _cut(self, idle: IdleSequence) -> Iterator[_Part]:
+    def _cut(self, idle: IdleSequence) -> Iterator[tuple[bytes, int]]:
         key = idle.tenant + idle.namespace
         for start in range(0, len(idle.tokens), self._block_tokens):
             tokens = idle.tokens[start : start + self._block_tokens]
             key = chain_key(key, tokens)
-            yield _Part(key, len(tokens))
+            yield key, len(tokens)
 
     def remove(self, idle: IdleSequence, *, may_return: bool = True) -> None:
         leave = self._evictor.evict if may_return else self._evictor.remove
-        for part in reversed(self._parts.pop(idle)):
-            self._users[part.key] -= 1
-            if not self._users[part.key]:
-                del self._users[part.key]
-                leave(idle.tenant, part.key, part.tokens)
+        for key, tokens in reversed(self._parts.pop(idle)):
+            self._users[key] -= 1
+            if not self._users[key]:
+                del self._users[key]
+                leave(idle.tenant, key, tokens)
 
     def clear(self) -> None:
         for idle in list(self._parts):
@@ -89,113 +104,3 @@ class _AllBut:
 
     def __contains__(self, key: object) -> bool:
         return key not in self._keys
-
-
-class DeferredFrees:
-    """Parked sequences that a turn has resumed in the pool and that nobody needs any more.
-
-    Freeing device memory takes milliseconds. To keep them out of the time to first token, these
-    sequences are closed in an idle moment or when their memory is needed.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._sequences: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def add(self, sequence: Sequence) -> None:
-        self._sequences.append(sequence)
-
-    def close(self) -> bool:
-        """Close all of them. Returns False if there were none."""
-        sequences, self._sequences = self._sequences, []
-        for sequence in sequences:
-            self._engine.sequences.close(sequence)
-        return bool(sequences)
-
-    def clear(self) -> None:
-        """Drop all handles after the engine has lost its sequences."""
-        self._sequences.clear()
-
-
-class IdleSequences:
-    """The idle sequences of one pool in LRU order. Each is ranked while it is here."""
-
-    def __init__(self, engine: Engine, exports: OffloadQueue, ranking: IdleRanking) -> None:
-        self.deferred = DeferredFrees(engine)
-        self._engine = engine
-        self._exports = exports
-        self._ranking = ranking
-        self._items: list[IdleSequence] = []
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[IdleSequence]:
-        return iter(self._items)
-
-    def __reversed__(self) -> Iterator[IdleSequence]:
-        return reversed(self._items)
-
-    def __contains__(self, idle: object) -> bool:
-        return idle in self._items
-
-    @property
-    def in_pool(self) -> Iterator[IdleSequence]:
-        """Sequences that are not parked, so they hold cells of the pool."""
-        return (idle for idle in self._items if not idle.sequence.is_parked)
-
-    def add(self, idle: IdleSequence) -> None:
-        self._items.append(idle)
-        self._ranking.add(idle)
-
-    def close(self, idle: IdleSequence, *, may_return: bool = True) -> None:
-        self._exports.close_copy(idle)
-        self._items.remove(idle)
-        self._ranking.remove(idle, may_return=may_return)
-        self._engine.sequences.close(idle.sequence)
-
-    def supersedes(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
-        """Whether a turn that shares this prefix makes its source useless. It does if it shares all
-        of the source, and belongs to the same tenant."""
-        return any(
-            idle.sequence is source
-            and shared_tokens >= len(idle.tokens)
-            and idle.namespace == namespace
-            for idle in self._items
-        )
-
-    def supersede(self, source: Sequence, shared_tokens: int, namespace: bytes) -> bool:
-        """Resume a turn from an idle sequence. Returns True if the turn takes the sequence itself.
-
-        It takes a source that is of no other use, because tagging its cells for another sequence
-        and untagging them takes milliseconds. A parked source has to be copied.
-        """
-        is_over = self.supersedes(source, shared_tokens, namespace)
-        for idle in self._items:
-            if idle.sequence is source:
-                self._items.remove(idle)
-                if not is_over:
-                    idle.is_evicting = False
-                    self._items.append(idle)
-                    return False
-                self._ranking.remove(idle)
-                self._exports.close_copy(idle)
-                if source.is_parked:
-                    self.deferred.add(source)
-                return not source.is_parked
-        return False
-
-    def clear(self) -> None:
-        """Drop all handles after the engine has lost its sequences."""
-        self._items.clear()
-        self.deferred.clear()
-        self._ranking.clear()
-        self._exports.copied = None
-
-    def count_rows(self, rows: int) -> None:
-        """Count rows that other turns computed while these sequences were idle."""
-        for idle in self._items:
-            idle.rows_since_idle += rows

@@ -86,10 +86,10 @@ class EncodedPictures:
         return left_s if left_s > 0 else None
 
     def on_read(self, read: PictureRead) -> None:
-        """Take the result of a read."""
-        self._reading.pop(read.key, None)
-        if read.picture is not None:
-            vectors = _matrix(read.picture)
+        is_wanted = self._reading.pop(read.key, None) is not None
+        if read.picture is not None and is_wanted:
+            rows, width = read.picture.rows, read.picture.width
+            vectors = np.frombuffer(read.picture.vectors, np.float32).reshape(rows, width)
             if read.key in self._held.put(read.key, vectors):
                 self._arrived = (read.key, vectors)
 
@@ -99,6 +99,15 @@ class EncodedPictures:
         if durable and self.files is not None:
             rows, width = vectors.shape
             self.files.write(key, EncodedPicture(rows, width, vectors.data.cast("B")))
+
+    def drop(self, key: bytes) -> None:
+        """Free vectors in memory and in their file."""
+        self._held.remove(key)
+        self._reading.pop(key, None)  # vectors that arrive later are not kept
+        if self._arrived and self._arrived[0] == key:
+            self._arrived = None
+        if self.files is not None:
+            self.files.remove(key)
 
     def close(self) -> None:
         if self.files is not None:
@@ -110,19 +119,15 @@ def picture_key(namespace: bytes, digest: bytes) -> bytes:
     return blake3(namespace + digest, derive_key_context="rekindle encoded picture 1").digest()
 
 
-def _matrix(picture: EncodedPicture) -> Matrix:
-    return np.frombuffer(picture.vectors, np.float32).reshape(picture.rows, picture.width)
-
-
+@dataclass(frozen=True, slots=True)
 class PictureEncoder:
     """Encodes images when prefill reaches them, so images in reused state are never encoded.
 
     Called from the engine's thread only.
     """
 
-    def __init__(self, engine: Engine, cache: EncodedPictures) -> None:
-        self._engine = engine
-        self.cache = cache
+    engine: Engine
+    cache: EncodedPictures
 
     def supply(self, turn: Turn) -> bool:
         """Give a turn the vectors of its next image, unless they are still being read. Returns True
@@ -154,7 +159,7 @@ class PictureEncoder:
         pictures = turn.encoded.pictures
         picture = pictures.by_span[span.digest]
         spans = [each for each, whose in pictures.by_span.items() if whose is picture]
-        encoded = dict(zip(spans, self._engine.encode_picture(picture), strict=False))
+        encoded = dict(zip(spans, self.engine.encode_picture(picture), strict=False))
         self.cache.counts.encoded += 1
         if len(encoded) != len(spans) or len(encoded[span.digest]) != span.length:
             raise ServerError("the projector made more or fewer vectors of a picture than it said")

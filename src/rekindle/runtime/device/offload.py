@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Container
 from dataclasses import dataclass
 
-from rekindle.engine.base import Engine, KvType, Sequence, Work, run_step
-from rekindle.kvcache.block import WriteBack
+from rekindle.engine.base import Engine, Sequence, Work, run_step
 from rekindle.kvcache.store import Store
+from rekindle.runtime.device.idle_sequences import IdleSequence
 from rekindle.runtime.schedule.turn import Offloaded, Turn
-from rekindle.tokens import Tokens
 
 # The budget of a step is this many times larger while no reply is being decoded.
 ALONE_FACTOR = 16
@@ -62,33 +59,20 @@ class StepBudget:
         return self._counts.moved_bytes >= self._stop_bytes
 
 
-@dataclass(slots=True, eq=False)
-class IdleSequence:
-    """A finished sequence that stays in the engine until its memory is needed."""
-
-    sequence: Sequence
-    tokens: Tokens
-    namespace: bytes
-    tenant: bytes
-    exact_tokens: int  # the first tokens, which were computed in canonical steps
-    write_back: WriteBack
-    offloaded: Offloaded
-    restarts: int = 0  # exports begun again because blocks had left the store
-    rows_since_idle: int = 0  # computed by other turns
-    is_unused: bool = False  # since the last upkeep
-    is_evicting: bool = False  # its export has begun, to make room
-    copy: Sequence | None = None  # a parked sequence is exported from a copy in the pool
-    dropped: Tokens | None = None  # all its tokens, after its scattered cells were freed
-
-
 class Offloader:
-    """Exports blocks that the store does not have."""
+    """Exports blocks that the store does not have.
 
-    def __init__(self, engine: Engine, store: Store, counts: Counts) -> None:
+    A parked sequence is exported from a copy in the pool, one at a time. Scattered cells are not
+    exported: copying them takes longer than computing them again.
+    """
+
+    def __init__(self, engine: Engine, store: Store, counts: Counts, budget: StepBudget) -> None:
         self._engine = engine
         self._store = store
         self._capabilities = engine.capabilities
         self._counts = counts
+        self.budget = budget
+        self.copied: IdleSequence | None = None  # the sequence that has a copy
 
     def idle(self, turn: Turn, sequence: Sequence) -> IdleSequence:
         """Describe the sequence that a turn leaves. If a block has left the store since it was
@@ -101,6 +85,7 @@ class Offloader:
             turn.namespace,
             exact_tokens=turn.prompt_tokens if sequence.exact else 0,
             write_back=turn.lookup.write_back,
+            owner=turn.entry or turn.handle,
             offloaded=turn.offloaded if known else Offloaded(0, turn.kv_format.namespace),
         )
 
@@ -125,6 +110,10 @@ class Offloader:
         start = idle.offloaded.tokens
         stop = min(start + self._capabilities.block_tokens, len(idle.tokens))
         tokens = idle.tokens[start:stop]
+        if not self._store.conversations.reach(idle.offloaded.key, tokens):
+            # No conversation needs the rest, for example after a reply was cut at a stop string.
+            idle.offloaded = Offloaded(len(idle.tokens), idle.offloaded.key)
+            return True
         exact = self._is_exact(idle, start, stop)
         resumable = stop == len(idle.tokens) and not self._capabilities.can_truncate
         has_room = True
@@ -154,56 +143,45 @@ class Offloader:
         canonical = idle.exact_tokens - idle.exact_tokens % self._capabilities.step_tokens
         return stop - start == self._capabilities.block_tokens and stop <= canonical
 
-
-class OffloadQueue:
-    """Exports idle sequences within the step budget.
-
-    A parked sequence is exported from a copy in the pool, one at a time. Scattered cells are not
-    exported: copying them takes longer than computing them again.
-    """
-
-    def __init__(
-        self, engine: Engine, offloader: Offloader, budget: StepBudget, kv_type: KvType
-    ) -> None:
-        self._engine = engine
-        self._offloader = offloader
-        self._budget = budget
-        self._kv_type = kv_type
-        self.copied: IdleSequence | None = None  # the sequence that has a copy
-
     def export(self, idle: IdleSequence, tokens: int | None = None) -> bool:
         """Export a sequence, or at least its first `tokens`. Returns False if the budget is spent
         and the next step has to continue."""
-        while not self._is_exported(idle, tokens):
-            if self._budget.is_spent or not self.is_ready(idle):
+        while not self.is_offloaded(idle):
+            if tokens is not None and idle.offloaded.tokens >= tokens:
+                return True
+            if self.budget.is_spent or not self.is_ready(idle):
                 return False
             if idle.offloaded.tokens < len(idle.tokens):  # scattered cells may be gone by now
-                self._offloader.offload_next(idle)
+                self.offload_next(idle)
         return True
 
-    def _is_exported(self, idle: IdleSequence, tokens: int | None) -> bool:
-        is_whole = self._offloader.is_offloaded(idle)
-        return is_whole or (tokens is not None and idle.offloaded.tokens >= tokens)
+    def export_wanted(self, idle: IdleSequence) -> None:
+        """Export what other conversations need of a sequence whose own one is deleted."""
+        if self.is_offloaded(idle):
+            return
+        start = idle.offloaded.tokens
+        tokens = idle.tokens[start : start + self._capabilities.block_tokens]
+        if self._store.conversations.reach(idle.offloaded.key, tokens):
+            self.export_all_of(idle)
 
     def export_all_of(self, idle: IdleSequence) -> None:
         """Export a sequence whatever the budget, unless a copy does not fit into the pool."""
         if self.is_ready(idle):
-            self._offloader.offload(idle)
+            self.offload(idle)
 
     def export_block(self, idle: IdleSequence) -> bool:
         """Export one more block. Returns False if nothing is left or a copy does not fit."""
         self.drop_or_recompute(idle, computes=True)
         if idle.offloaded.tokens >= len(idle.tokens) or not self.is_ready(idle):
             return False
-        if not self._offloader.is_offloaded(idle):
-            self._offloader.offload_next(idle)
-        if self._offloader.is_offloaded(idle):
+        if not self.is_offloaded(idle):
+            self.offload_next(idle)
+        if self.is_offloaded(idle):
             self.close_copy()
         return True
 
     def can_leave(self, idle: IdleSequence) -> bool:
-        """Whether the sequence is exported, or can be."""
-        return self._offloader.is_offloaded(idle) or self.is_ready(idle)
+        return self.is_offloaded(idle) or self.is_ready(idle)
 
     def is_ready(self, idle: IdleSequence) -> bool:
         """Prepare a sequence for export. Returns False if a copy does not fit into the pool."""
@@ -213,9 +191,9 @@ class OffloadQueue:
         if idle.copy is not None:
             return True
         self.close_copy()
-        if self._engine.sequences.free_tokens(self._kv_type) < len(idle.tokens):
+        if self._engine.sequences.free_tokens(idle.sequence.kv_type) < len(idle.tokens):
             return False
-        idle.copy = self._engine.sequences.open(exact=False, kv_type=self._kv_type)
+        idle.copy = self._engine.sequences.open(exact=False, kv_type=idle.sequence.kv_type)
         self.copied = idle
         self._engine.sequences.share(idle.sequence, len(idle.tokens), idle.copy)
         return True
@@ -239,7 +217,7 @@ class OffloadQueue:
         """Free scattered cells. A sequence restored into scattered cells needs one copy per
         contiguous run, so every fragmented sequence frees its cells before the next restore."""
         start = idle.sequence.scattered_from
-        if start is not None and self._engine.capabilities.can_truncate:
+        if start is not None and self._capabilities.can_truncate:
             self._engine.sequences.truncate(idle.sequence, start)
             idle.dropped, idle.tokens = idle.tokens, idle.tokens[:start]
 
@@ -251,42 +229,8 @@ class OffloadQueue:
         if tokens is None or not computes:
             return
         rest = tokens[len(idle.tokens) :]
-        free_tokens = self._engine.sequences.free_tokens(self._kv_type)
-        most = min(self._engine.capabilities.batch_tokens, free_tokens)
+        free_tokens = self._engine.sequences.free_tokens(idle.sequence.kv_type)
+        most = min(self._capabilities.batch_tokens, free_tokens)
         if len(rest) <= most and not rest.media:
             run_step(self._engine, [Work(idle.sequence, rest.ids(), None)])
             idle.tokens = tokens
-
-
-@dataclass(frozen=True, slots=True)
-class _FlushRequest:
-    idle: IdleSequence
-    tokens: int  # at least this many have to be exported
-    then: Callable[[], None]
-
-
-class FlushRequests:
-    """Exports that somebody waits for, in the order of the requests."""
-
-    def __init__(self, exports: OffloadQueue) -> None:
-        self._exports = exports
-        self._asked: deque[_FlushRequest] = deque()
-
-    def ask(self, idle: IdleSequence, tokens: int, then: Callable[[], None]) -> None:
-        self._asked.append(_FlushRequest(idle, tokens, then))
-
-    @property
-    def first(self) -> IdleSequence:
-        """The sequence of the oldest request."""
-        return self._asked[0].idle
-
-    def advance(self, here: Container[IdleSequence]) -> bool:
-        """Continue the exports and call back for each that is done. A sequence that is no longer
-        in `here` counts as done. Returns False if the next step has to continue."""
-        while self._asked:
-            asked = self._asked[0]
-            if asked.idle in here and not self._exports.export(asked.idle, asked.tokens):
-                return False
-            self._asked.popleft()
-            asked.then()
-        return True

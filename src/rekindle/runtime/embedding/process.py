@@ -8,10 +8,9 @@ from functools import partial
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.registry import load_embedder
-from rekindle.errors import Unsupported, as_server_error
+from rekindle.errors import Unsupported
 from rekindle.protocol.admin import AdminReply, AdminRequest, GetStats
 from rekindle.protocol.embeddings import EmbedRequest, RankRequest
-from rekindle.protocol.events import Failed
 from rekindle.protocol.frames import Loading, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel
 from rekindle.protocol.settings import RuntimeSettings
@@ -52,18 +51,14 @@ class EmbeddingProcess(ModelProcess[EmbeddingTurn | AdminRequest | Cancel]):
         match message:
             case EmbedRequest() | RankRequest():
                 encode = partial(self._encode_turn, message)
-                self._encode(message.salt, size_bytes, encode, (message.turn,))
+                self._encode(message, size_bytes, encode, "encoding the input", (message.turn,))
             case AdminRequest() | Cancel():
                 self._inbox.put(message)
             case _:
                 raise AssertionError("this model generates no text")
 
-    def _encode_turn(self, request: EmbedRequest | RankRequest) -> Sequence[EmbeddingTurn | Failed]:
-        """Tokenise the inputs. Called on an encoder thread."""
-        try:
-            return [encode_inputs(self._embedder, request)]
-        except Exception as error:
-            return [Failed(request.turn, as_server_error(error, "encoding the input").info)]
+    def _encode_turn(self, request: EmbedRequest | RankRequest) -> Sequence[EmbeddingTurn]:
+        return [encode_inputs(self._embedder, request)]
 
     def _step(self) -> bool:
         return self._scheduler.step()

@@ -22,28 +22,17 @@ class VectorCache:
     """Rows computed before, per tenant. Evicts the least recently used row when over budget."""
 
     def __init__(self, limit_bytes: int) -> None:
-        self._rows: ByteLru[tuple[bytes, bytes], Matrix] = ByteLru(
+        self.rows: ByteLru[tuple[bytes, bytes], Matrix] = ByteLru(
             limit_bytes, lambda name, row: len(name[1]) + row.nbytes + ENTRY_OVERHEAD_BYTES
         )
 
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    @property
-    def limit_bytes(self) -> int:
-        return self._rows.limit_bytes
-
-    @property
-    def used_bytes(self) -> int:
-        return self._rows.used_bytes
-
     def get(self, salt: bytes, keys: Iterable[bytes]) -> dict[bytes, Matrix]:
         """Return the tenant's cached rows by key, and mark them as recently used."""
-        rows = ((key, self._rows.get((salt, key))) for key in keys)
+        rows = ((key, self.rows.get((salt, key))) for key in keys)
         return {key: row for key, row in rows if row is not None}
 
     def put(self, salt: bytes, key: bytes, row: Matrix) -> None:
-        self._rows.put((salt, key), row)
+        self.rows.put((salt, key), row)
 
 
 EmbeddingBatch = list[tuple[EmbeddingTurn, Input]]
@@ -66,10 +55,6 @@ class EmbeddingScheduler:
         self._statuses: Counter[str] = Counter()
         self._computed_tokens = 0
         self._reused_tokens = 0
-
-    @property
-    def turns(self) -> int:
-        return len(self._waiting)
 
     def submit(self, turn: EmbeddingTurn) -> None:
         """Queue a turn. If all its rows are cached, answer it immediately."""
@@ -153,21 +138,21 @@ class EmbeddingScheduler:
             self._emit([Failed(turn.id, failure)])
 
     def stats(self) -> Stats:
-        """Statistics over all tenants."""
+        used_bytes = self._cache.rows.used_bytes
         return Stats(
             entries=0,
             pinned_entries=0,
             by_tier={},
-            ram_bytes=self._cache.used_bytes,
+            ram_bytes=used_bytes,
             disk_bytes=0,
-            unique_bytes=self._cache.used_bytes,
-            logical_bytes=self._cache.used_bytes,
+            unique_bytes=used_bytes,
+            logical_bytes=used_bytes,
             hits=self._statuses["hit"],
             partial_hits=self._statuses["partial_hit"],
             misses=self._statuses["miss"],
             evictions=0,
-            ram_limit_bytes=self._cache.limit_bytes,
+            ram_limit_bytes=self._cache.rows.limit_bytes,
             computed_tokens=self._computed_tokens,
             reused_tokens=self._reused_tokens,
-            active_turns=self.turns,
+            active_turns=len(self._waiting),
         )

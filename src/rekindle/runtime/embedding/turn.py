@@ -64,7 +64,6 @@ class EmbeddingTurn:
         self.computed_tokens += len(computed.tokens)
 
     def result(self) -> Embedded | Ranked:
-        """Return the answer of a complete turn."""
         rows = np.stack([self._rows[key] for key in self._order])
         counts = (self.prompt_tokens, self.reused_tokens)
         if isinstance(self.request, RankRequest):
@@ -92,9 +91,20 @@ def encode_inputs(embedder: Embedder, request: EmbedRequest | RankRequest) -> Em
             f"`dimensions` may be at most {info.dimensions}, the width of this model's vectors",
             param="dimensions",
         )
-    inputs = [_tokens(embedder, place, each) for place, each in enumerate(request.inputs)]
+    inputs = [
+        _shortened(embedder, each)
+        if request.truncate and isinstance(each, str)
+        else _tokens(embedder, place, each)
+        for place, each in enumerate(request.inputs)
+    ]
     _check_lengths(inputs, info.context_tokens, "input")
     return EmbeddingTurn(request, inputs, info.dimensions)
+
+
+def _shortened(embedder: Embedder, text: str) -> list[int]:
+    """Truncate a text to the model's context. The last token, a special one, is kept."""
+    tokens, limit = embedder.encode(text), embedder.info.context_tokens
+    return tokens if len(tokens) <= limit else [*tokens[: limit - 1], tokens[-1]]
 
 
 def _tokens(embedder: Embedder, place: int, given: str | list[int]) -> list[int]:

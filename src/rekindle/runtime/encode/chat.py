@@ -9,6 +9,7 @@ it where it was sampled. Recent encodings are kept, so that the next turn is che
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,7 @@ from rekindle.errors import TemplateFailed
 from rekindle.kvcache.entries.entry import Entry, Reply
 from rekindle.kvcache.entries.index import EntryIndex, TextIndex
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
-from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.requests import GenerateRequest, levels
 from rekindle.runtime.encode.request import EncodedPrompt
 from rekindle.tokens import Tokens, common_bytes
 
@@ -62,6 +63,7 @@ class RestoredMessage(NamedTuple):
     with_reasoning: bool  # the reasoning was restored, if the reply has any
     message: Message
     changes: tuple[str, ...]  # names of the differences from the message that was sent
+    size_bytes: int  # memory of the message and the reply
 
 
 class History:
@@ -102,14 +104,14 @@ class History:
             if original and same_message(sent, original):
                 message, changes = restored(sent, original, reasoning=follows)
                 message = with_parsed_arguments(message)
-                return RestoredMessage(reply, follows, message, tuple(changes))
+                size_bytes = object_bytes(message) + len(reply.message)
+                return RestoredMessage(reply, follows, message, tuple(changes), size_bytes)
         return None
 
     def _follows_same_history(self, index: int, reply: Reply) -> bool:
         """Whether the reply was sampled after the same messages that precede it here."""
-        return (
-            self._reply_keys[index][-1] in reply.keys
-        )  # the last key hashes all messages up to it
+        # The last key hashes all messages up to the reply.
+        return self._reply_keys[index][-1] in reply.keys
 
     def recall(self, escaped: bytes, ends: EndMarkers) -> KnownPrefix | None:
         """Return the longest prefix of the rendered prompt whose tokens are known."""
@@ -164,7 +166,8 @@ def still_valid(
             (entry, kept) for entry, reply in candidates if (kept := overlap.kept(entry, reply))
         ]
         if valid:
-            kept_replies.append(max((reply for _, reply in valid), key=_known_tokens))
+            found = (reply for _, reply in valid)
+            kept_replies.append(max(found, key=lambda each: (each.end_tokens, each.prompt_tokens)))
         whole = (entry for entry, reply in valid if reply.end_tokens == len(entry.tokens))
         continued = continued or next(whole, None)
     return kept_replies[::-1], continued
@@ -191,15 +194,21 @@ class _Overlap:
         return reply.kept(self.text_bytes(entry), self._tokens[entry])
 
 
-def _known_tokens(reply: Reply) -> tuple[int, int]:
-    return reply.end_tokens, reply.prompt_tokens
-
-
 def _message(reply: Reply) -> dict[str, Any] | None:
     return json.loads(reply.message) if reply.message else None
 
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+def object_bytes(value: Any) -> int:
+    """The memory of a JSON value. It may be 60 times its JSON, as of a list of empty lists."""
+    size_bytes = 0
+    for level in levels(value):
+        size_bytes += sum(map(sys.getsizeof, level))
+        names = (name for each in level if isinstance(each, Mapping) for name in each)
+        size_bytes += sum(map(sys.getsizeof, names))
+    return size_bytes
 
 
 class ChatTools(NamedTuple):
@@ -208,6 +217,7 @@ class ChatTools(NamedTuple):
     key: bytes
     sent: Sequence[Any] | None
     shown: Sequence[Any] | None  # as the template gets them
+    size_bytes: int  # memory of both
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, earlier: RecentChat | None) -> ChatTools:
@@ -215,7 +225,7 @@ class ChatTools(NamedTuple):
         key = _encoder.encode(tools)
         if earlier is not None and earlier.tools.key == key:
             return earlier.tools
-        return cls(key, tools, without_strict(tools))
+        return cls(key, tools, without_strict(tools), object_bytes(tools))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,14 +236,18 @@ class RecentChat:
     hashes: ConversationHashes
     prompt: ChatPrompt
     tools: ChatTools
+    message_bytes: int  # memory of the messages
     restored: Mapping[int, RestoredMessage] = field(default_factory=dict)  # by message index
 
     def cost_bytes(self, key: bytes) -> int:
-        """Estimate its memory: texts in the index and as objects, and 1 KiB for each message."""
+        """Estimate its memory: keys of indexes, the objects, and 1 KiB for each message's hashes
+        and spans. Objects that other chats share count in each."""
         prompt = self.prompt
         rendered = len(prompt.escaped) + len(prompt.tokens.packed)
-        texts = 3 * (len(key) + len(self.tools.key))
-        return texts + rendered + 1024 * len(self.messages)
+        keys = 3 * (len(key) + len(self.tools.key))
+        restored = sum(each.size_bytes for each in self.restored.values())
+        objects = self.message_bytes + self.tools.size_bytes + restored
+        return keys + rendered + objects + 1024 * len(self.messages)
 
 
 def chat_key(messages: Sequence[Message]) -> bytes:
@@ -299,26 +313,25 @@ class RecentChats:
             del self._texts[tenant], self._chats[tenant], self._held_bytes[tenant]
 
 
+@dataclass(eq=False)
 class ChatEncoder:
     """Encodes the conversations of one model. Any thread may call it."""
 
-    def __init__(self, encoder: Encoder, entries: EntryIndex, ends: EndMarkers) -> None:
-        """`ends` are the markers that end an assistant message in a prompt."""
-        self.recent_chats = RecentChats()
-        self._encoder = encoder
-        self._entries = entries
-        self._ends = ends
+    encoder: Encoder
+    entries: EntryIndex
+    ends: EndMarkers  # the markers that end an assistant message in a prompt
+    recent_chats: RecentChats = field(default_factory=RecentChats)
 
     def plain(self, about: GenerateRequest | Tokenize, pictures: Pictures) -> ChatPrompt:
         """Encode a conversation without using or storing anything."""
         sent = list(map(with_parsed_arguments, about.messages or ()))
         tools = without_strict(about.tools)
-        return self._encoder.chat(sent, tools=tools, pictures=pictures, **_options(about))
+        return self.encoder.chat(sent, tools=tools, pictures=pictures, **_options(about))
 
     def prefix(self, about: GenerateRequest | IndexPrompt, pictures: Pictures) -> EncodedPrompt:
         """Encode the common prefix of all conversations that start with these messages."""
         messages = about.messages or []
-        prompt = self._encoder.prefix(
+        prompt = self.encoder.prefix(
             list(map(with_parsed_arguments, messages)),
             tools=without_strict(about.tools),
             template_kwargs=about.template_kwargs if isinstance(about, GenerateRequest) else {},
@@ -336,7 +349,8 @@ class ChatEncoder:
         key = chat_key(messages)
         earlier = self.recent_chats.find(tenant, key)
         known = earlier.messages if earlier else ()
-        sent = [*known, *map(with_parsed_arguments, messages[len(known) :])]
+        added = list(map(with_parsed_arguments, messages[len(known) :]))
+        sent = [*known, *added]
         tools = ChatTools.of(about.tools, earlier)
         # Hash here, on an encoder thread. On the engine's thread it would delay the next step.
         hashes = ConversationHashes(
@@ -345,21 +359,22 @@ class ChatEncoder:
             continued=isinstance(about, GenerateRequest) and about.continue_final_message,
             earlier=earlier.hashes if earlier else None,
         )
-        history = History(self._entries, tenant, sent, hashes)
+        history = History(self.entries, tenant, sent, hashes)
         restored: dict[int, RestoredMessage] = {}
         if recalls:
             restored = history.restored_messages(earlier.restored if earlier else {})
         encode = partial(
-            self._encoder.chat,
+            self.encoder.chat,
             tools=tools.shown,
             pictures=pictures,
-            recall=partial(history.recall, ends=self._ends) if recalls else None,
+            recall=partial(history.recall, ends=self.ends) if recalls else None,
             earlier=earlier.prompt if earlier else None,
             **_options(about),
         )
         prompt, changes = _encode_restored(encode, sent, restored)
         if isinstance(about, GenerateRequest):
-            recent = RecentChat(sent, hashes, prompt, tools, restored)
+            message_bytes = (earlier.message_bytes if earlier else 0) + object_bytes(added)
+            recent = RecentChat(sent, hashes, prompt, tools, message_bytes, restored)
             self.recent_chats.put(tenant, key, recent)
         return EncodedPrompt(prompt, hashes, changes)
 

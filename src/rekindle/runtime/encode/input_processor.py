@@ -11,30 +11,31 @@ from msgspec import structs
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import EndMarkers, unescape
-from rekindle.chat.grammar.lark import Grammar
+from rekindle.chat.grammar.clients import ClientGrammars
 from rekindle.chat.grammar.matcher import GrammarCompiler
+from rekindle.chat.grammar.process import GrammarRequest, ReplyFormatSetup
+from rekindle.chat.grammar.reply import is_strict
 from rekindle.chat.messages import picture_text, with_digests
 from rekindle.chat.normalise import normalise
 from rekindle.chat.prompt import Pictures, Prompt
 from rekindle.chat.tools.registry import select
-from rekindle.engine.base import Capabilities, TokenMask
+from rekindle.engine.base import Engine, TokenMask
 from rekindle.errors import BadRequest, ContextTooLong
 from rekindle.kvcache.block import namespace
-from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.requests import GenerateRequest, count_images
-from rekindle.protocol.settings import Normaliser
 from rekindle.runtime.encode.chat import ChatEncoder, History, RecentChats
 from rekindle.runtime.encode.request import (
     EncodedPrompt,
     EncodedRequest,
-    PictureTokens,
     RequestPictures,
     precision,
 )
+from rekindle.runtime.encode.sampling import SamplingEncoder
 from rekindle.runtime.encode.threads import check_token_ids
 from rekindle.runtime.schedule.output import ReplyDecoding
-from rekindle.tokens import Tokenizer, Tokens
+from rekindle.runtime.storage.storage import Storage
+from rekindle.tokens import Tokens
 
 About = TypeVar("About", GenerateRequest, Validate, IndexPrompt, Tokenize)
 
@@ -48,30 +49,21 @@ class InputProcessor:
     """
 
     def __init__(
-        self,
-        capabilities: Capabilities,
-        tokenizer: Tokenizer,
-        encoder: Encoder,
-        entries: EntryIndex,
-        secret: bytes,
-        output_format: OutputFormat,
-        *,
-        picture_tokens: PictureTokens,
-        normalisers: Sequence[Normaliser],
+        self, engine: Engine, storage: Storage, encoder: Encoder, output_format: OutputFormat
     ) -> None:
-        """`normalisers` apply to requests that do not name their own."""
-        self._capabilities = capabilities
-        self._tokenizer = tokenizer
+        self._capabilities = engine.capabilities
+        self.tokenizer = engine.tokenizer
         self._encoder = encoder
-        self._entries = entries
-        self._secret = secret
+        self._entries = storage.entries.index
+        self._secret = storage.secret
         self._output_format = output_format
-        self._picture_tokens = picture_tokens
-        self._normalisers = normalisers
+        self._picture_tokens = engine.picture_tokens
+        self._sampling = SamplingEncoder(engine.tokenizer)
+        self._normalisers = storage.settings.normaliser  # for requests that do not name their own
         ends = output_format.end_tokens
-        control = tokenizer.control_texts.items()
+        control = engine.tokenizer.control_texts.items()
         self._ends = EndMarkers(text for text, token in control if token in ends)
-        self._chats = ChatEncoder(encoder, entries, self._ends)
+        self._chats = ChatEncoder(encoder, self._entries, self._ends)
         self.shared_namespace = self.namespace(SHARED_SALT)  # of state that all tenants may reuse
 
     @property
@@ -83,8 +75,10 @@ class InputProcessor:
         """Whether the model writes reasoning before its answer."""
         return self._output_format.format.reasoning is not None
 
+    def close(self) -> None:
+        self._output_format.close()
+
     def namespace(self, salt: bytes) -> bytes:
-        """The namespace of a tenant."""
         fingerprint = self._capabilities.kv_layout.fingerprint
         return namespace(fingerprint, salt, self._capabilities.block_tokens, self._secret)
 
@@ -93,21 +87,23 @@ class InputProcessor:
 
         Raises a ServerError for a request that this model cannot answer.
         """
-        check_token_ids(request.sampling.logit_bias, self._tokenizer, "logit_bias")
-        own = self.namespace(request.salt)
+        check_token_ids(request.sampling.logit_bias, self.tokenizer, "logit_bias")
+        check_token_ids(request.stop_token_ids, self.tokenizer, "stop_token_ids")
         is_shared = request.prepare is not None and request.prepare.shared
-        tenant = self.shared_namespace if is_shared else own
-        request, pictures, changes = self._normalised(request, own)
-        encoded = self._prompt(request, tenant, pictures.in_prompt)
+        tenant = self.shared_namespace if is_shared else self.namespace(request.salt)
+        request, pictures, changes = self._normalised(request, tenant)
+        whole = self._prompt(request, tenant, pictures.in_prompt)
+        encoded = self._truncated(whole, request)
         # Check before the grammar is compiled, because that is expensive.
         count = len(encoded.prompt.tokens)
         self._check_fits(count, request.source, pictures=len(pictures.in_prompt))
         normalised = [*changes, *encoded.normalised]
-        choices = request.choices()
-        decodings = self._output_format.decodings(request, encoded.prompt, len(choices))
+        sampling = self._sampling.encode(request.sampling)
+        choices = structs.replace(request, sampling=sampling).choices()
+        decodings = self._output_format.decodings(request, whole.prompt, len(choices))
         return [
             EncodedRequest(
-                request=_without_end(choice, decoding) if choice.ignore_eos else choice,
+                request=_with_ends(choice, decoding),
                 prompt=encoded.prompt,
                 hashes=encoded.hashes,
                 normalised=normalised,
@@ -135,8 +131,8 @@ class InputProcessor:
 
     def encode_wrapped(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text after the model's BOS token, if it uses one."""
-        bos = self._tokenizer.bos if self._tokenizer.add_bos else None
-        tokens = self._tokenizer.encode(text, special=special)
+        bos = self.tokenizer.bos if self.tokenizer.add_bos else None
+        tokens = self.tokenizer.encode(text, special=special)
         return tokens if bos is None else [bos, *tokens]
 
     def _prompt(self, request: GenerateRequest, tenant: bytes, pictures: Pictures) -> EncodedPrompt:
@@ -144,23 +140,49 @@ class InputProcessor:
         recalls = request.reuse and not request.exact
         if request.messages is None:
             assert request.prompt is not None, "a request has messages or a prompt"
-            return EncodedPrompt(self._completion(request.prompt, tenant if recalls else None))
+            is_truncated = request.truncate_prompt_tokens is not None
+            owner = tenant if recalls else None
+            return EncodedPrompt(self._completion(request.prompt, owner, is_truncated=is_truncated))
         if request.prepare is not None:
             return self._chats.prefix(request, pictures)
         if not request.reuse:
             return EncodedPrompt(self._chats.plain(request, pictures))
         return self._chats.encode(request, tenant, pictures, recalls=recalls)
 
-    def _completion(self, prompt: str | list[int], tenant: bytes | None) -> Prompt:
+    def _truncated(self, encoded: EncodedPrompt, request: GenerateRequest) -> EncodedPrompt:
+        """Keep the last `truncate_prompt_tokens` of a prompt. A picture that is cut is left out."""
+        limit = request.truncate_prompt_tokens
+        if limit is None:
+            return encoded
+        if limit < 0:  # as many as leave room for the reply
+            reply_tokens = min(request.max_tokens or 1, self._capabilities.context_tokens - 2)
+            limit = self._capabilities.context_tokens - reply_tokens
+        tokens = encoded.prompt.tokens
+        begin = len(tokens) - limit
+        if begin <= 0:
+            return encoded
+        cut = (each.stop for each in tokens.media if each.start < begin < each.stop)
+        left = tokens[next(cut, begin) :]
+        if not left:
+            raise BadRequest(
+                "`truncate_prompt_tokens` cuts the image at the end of the prompt: send more.",
+                param="truncate_prompt_tokens",
+            )
+        return EncodedPrompt(Prompt(left), normalised=encoded.normalised)
+
+    def _completion(
+        self, prompt: str | list[int], tenant: bytes | None, *, is_truncated: bool
+    ) -> Prompt:
         """Encode the prompt of a completion, with the tokens stored for the tenant's text."""
         if not prompt:
-            if self._tokenizer.bos is None:
+            if self.tokenizer.bos is None:
                 raise BadRequest("the prompt is empty; send at least one token", param="prompt")
-            return Prompt(Tokens.of([self._tokenizer.bos]))
+            return Prompt(Tokens.of([self.tokenizer.bos]))
         if not isinstance(prompt, str):
-            check_token_ids(prompt, self._tokenizer, "prompt")
+            check_token_ids(prompt, self.tokenizer, "prompt")
             return Prompt(Tokens.of(prompt))
-        self._check_size(prompt, "prompt")
+        if not is_truncated:
+            self._check_size(prompt, "prompt")
         if tenant is None:
             return self._encoder.text(prompt)
         history = History(self._entries, tenant)
@@ -175,23 +197,26 @@ class InputProcessor:
         if about.messages is None:
             return about, RequestPictures(), []
         messages, tools = about.messages, about.tools
+        is_truncated = getattr(about, "truncate_prompt_tokens", None) is not None
         pictures, changes = RequestPictures(), list[str]()
         if messages and (about.pictures or count_images(messages)):
             digests = [picture.digest.hex() for picture in about.pictures]
             messages = with_digests(messages, digests)
             pictures = RequestPictures.of(about.pictures, self._picture_tokens, tenant)
             least = sum(len(pictures.in_prompt[picture_text(digest)]) for digest in digests)
-            self._check_fits(least, "messages", pictures=len(digests), at_least=True)
+            if not is_truncated:
+                self._check_fits(least, "messages", pictures=len(digests), at_least=True)
         if about.normalise:
             names = self._normalisers if about.normalise is True else about.normalise
             shown, tools, changes = normalise(messages, tools, names)
             messages = [dict(message) for message in shown]
-        self._check_size([messages, tools], "messages")
+        if not is_truncated:
+            self._check_size([messages, tools], "messages")
         return structs.replace(about, messages=messages, tools=tools), pictures, changes
 
     def _check_size(self, value: object, param: str) -> None:
         """Refuse a text that cannot fit even in the longest tokens; tokenising it takes long."""
-        least = _characters(value) // self._tokenizer.longest_bytes
+        least = _characters(value) // self.tokenizer.longest_bytes
         self._check_fits(least, param, at_least=True)
 
     def _check_fits(
@@ -203,13 +228,14 @@ class InputProcessor:
             raise ContextTooLong(tokens, limit, param=param, pictures=pictures, at_least=at_least)
 
 
-def _without_end(request: GenerateRequest, decoding: ReplyDecoding) -> GenerateRequest:
-    """Ban the end tokens, unless a grammar decides when the reply is complete."""
-    if decoding.token_mask is not None:
-        return request
-    sampling = request.sampling
-    banned = dict.fromkeys(decoding.end_tokens, float("-inf"))
-    sampling = replace(sampling, logit_bias={**sampling.logit_bias, **banned})
+def _with_ends(request: GenerateRequest, decoding: ReplyDecoding) -> GenerateRequest:
+    """Ban end tokens: all the time with `ignore_eos`, or for the first `min_tokens` tokens."""
+    sampling, ends = request.sampling, decoding.end_tokens
+    if request.ignore_eos and decoding.token_mask is None:  # a grammar needs them to end
+        banned = dict.fromkeys(ends.difference(request.stop_token_ids), float("-inf"))
+        sampling = replace(sampling, logit_bias={**sampling.logit_bias, **banned})
+    if sampling.min_tokens:
+        sampling = replace(sampling, end_tokens=sorted(ends.union(request.stop_token_ids)))
     return structs.replace(request, sampling=sampling)
 
 
@@ -228,21 +254,25 @@ class OutputFormat:
     """The tool-call and reasoning format of one model. Thread-safe."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: str | None,
-        *,
-        tool_format: str | None = None,
-        reasoning_format: str | None = None,
+        self, engine: Engine, tool_format: str | None, reasoning_format: str | None
     ) -> None:
+        tokenizer, template = engine.tokenizer, engine.chat_template
         self.format = select(template, tool_format=tool_format, reasoning_format=reasoning_format)
         self._control = tokenizer.control_texts
         self._shown = self._tokens(self.format.markers)
         self.end_tokens = tokenizer.end_tokens | self._tokens(self.format.end_markers)
-        self._grammars = self.format.grammars(self._control)
-        self._compiler = GrammarCompiler(
+        compiler = GrammarCompiler(
             tokenizer, vocabulary_size=tokenizer.size, end_tokens=self.end_tokens
         )
+        setup = ReplyFormatSetup(
+            template=template,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+            control=dict(self._control),
+            vocabulary_size=tokenizer.size,
+            end_tokens=sorted(self.end_tokens),
+        )
+        self._grammars = ClientGrammars(setup, compiler.compile)
 
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._control[text] for text in texts if text in self._control)
@@ -254,16 +284,22 @@ class OutputFormat:
 
         Raises BadRequest for a schema that cannot be enforced.
         """
-        output = request.structured_output
         if request.messages is None or request.prepare is not None:
-            masks = self._masks(self._grammars.text(output) if output else None, count)
+            asked = GrammarRequest(output=request.structured_output, completion=True)
+            masks = self._masks(request, asked, count)
             return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
         # The last 4 KiB suffice to see whether the prompt ends inside reasoning.
         end = unescape(prompt.escaped[-4096:]).decode(errors="ignore")
         opened = self.format.opens_reasoning(end)
-        tools = [*(request.tools or ()), *request.loaded_tools]
-        calls = bool(tools) and request.tool_use.choice != "none"
-        masks = self._masks(self._grammar(request, tools if calls else [], opened=opened), count)
+        tools, callable_tools = _tools(request), _callable_tools(request)
+        calls = bool(callable_tools)
+        asked = GrammarRequest(
+            tools=callable_tools,
+            use=request.tool_use,
+            output=request.structured_output,
+            opened=opened,
+        )
+        masks = self._masks(request, asked, count)
         if not calls and self.format.reasoning is None:
             return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
         return [
@@ -276,16 +312,30 @@ class OutputFormat:
             for mask in masks
         ]
 
-    def _masks(self, grammar: Grammar | None, count: int) -> Sequence[TokenMask | None]:
-        if grammar is None:
+    def _masks(
+        self, request: GenerateRequest, asked: GrammarRequest, count: int
+    ) -> Sequence[TokenMask | None]:
+        if not is_constrained(request):
             return [None] * count
-        first = self._compiler.compile(grammar)
+        first = self._grammars.matcher(asked, request.salt)
+        if first is None:
+            return [None] * count
         return [first, *(first.copy() for _ in range(count - 1))]
 
-    def _grammar(
-        self, request: GenerateRequest, callable_tools: list[Any], *, opened: bool
-    ) -> Grammar | None:
-        output = request.structured_output
-        if not callable_tools:
-            return self._grammars.answer(output, opened=opened) if output else None
-        return self._grammars.calls(callable_tools, request.tool_use, opened=opened, answer=output)
+    def close(self) -> None:
+        self._grammars.close()
+
+
+def _tools(request: GenerateRequest) -> list[Any]:
+    return [*(request.tools or ()), *request.loaded_tools]
+
+
+def _callable_tools(request: GenerateRequest) -> list[Any]:
+    return _tools(request) if request.tool_use.choice != "none" else []
+
+
+def is_constrained(request: GenerateRequest) -> bool:
+    """Whether the reply may have to follow a grammar, which takes time to compile."""
+    if request.structured_output is not None or request.tool_use.choice == "required":
+        return True
+    return any(map(is_strict, _callable_tools(request)))

@@ -47,7 +47,6 @@ class Precision:
         return self.default if self.target is None or self.start_tokens else self.target
 
     def format_at(self, tokens: int) -> KvFormat:
-        """The format of a sequence of this length."""
         if self.target is None or tokens <= self.start_tokens:
             return self.default
         return self.target

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from rekindle.errors import BadRequest, as_server_error
+from rekindle.errors import BadRequest
 from rekindle.fair_queue import FairQueue
 from rekindle.protocol.admin import (
     AdminReply,
@@ -16,6 +18,7 @@ from rekindle.protocol.admin import (
     Detokenized,
     Tokenize,
     Tokenized,
+    pack_ids,
 )
 from rekindle.protocol.events import Cancelled
 from rekindle.tokens import Tokenizer
@@ -33,10 +36,46 @@ class Job(Generic[T]):
     size_bytes: int
     encode: Callable[[], Sequence[T]]  # returns one result per turn, or one in all; never raises
     turns: tuple[int, ...] = ()  # empty if the request does not generate anything
+    is_constrained: bool = False  # encoding it compiles a grammar, which may take seconds
+
+
+class _Lane(Generic[T]):
+    """The queues of two encoder threads. Small requests never wait for large ones."""
+
+    def __init__(self, *, one_per_tenant: bool) -> None:
+        self._one_per_tenant = one_per_tenant
+        self._small: FairQueue[Job[T]] = FairQueue()
+        self._large: FairQueue[Job[T]] = FairQueue()
+        self._skipped: set[bytes] = set()  # tenants that have to wait for their own job
+        # The queues of each thread. One thread takes small requests only.
+        self.threads = ((self._small,), (self._large, self._small))
+
+    def put(self, job: Job[T]) -> None:
+        queue = self._large if job.size_bytes > LARGE_BYTES else self._small
+        queue.put(job.tenant, job)
+
+    def remove(self, job: Job[T]) -> None:
+        self._small.remove(job.tenant, job)
+        self._large.remove(job.tenant, job)
+
+    def begin(self, queues: Iterable[FairQueue[Job[T]]]) -> Job[T] | None:
+        """Remove and return the next job of these queues."""
+        for queue in queues:
+            if job := queue.pop(self._skipped):
+                if self._one_per_tenant:
+                    self._skipped.add(job.tenant)
+                return job
+        return None
+
+    def end(self, job: Job[T]) -> None:
+        self._skipped.discard(job.tenant)
 
 
 class Encoders(Generic[T]):
     """The encoder threads. Any thread may call this class.
+
+    Requests with a grammar have threads of their own, and only one of each tenant is encoded at a
+    time. So a tenant whose grammars are slow to compile delays only its own.
 
     `deliver` receives the outcome of every turn: a result of `encode`, or Cancelled.
     """
@@ -44,17 +83,27 @@ class Encoders(Generic[T]):
     def __init__(self, deliver: Callable[[T | Cancelled], None]) -> None:
         self._deliver = deliver
         self._changed = threading.Condition()
-        self._small: FairQueue[Job[T]] = FairQueue()
-        self._large: FairQueue[Job[T]] = FairQueue()
+        self._plain = _Lane[T](one_per_tenant=False)
+        self._constrained = _Lane[T](one_per_tenant=True)
         self._turns: dict[int, Job[T]] = {}  # of jobs that wait or are being encoded
-        # One thread takes small requests only, so they never wait for large ones.
-        for queues in ((self._small,), (self._large, self._small)):
-            threading.Thread(target=self._run, args=queues, name="encoder", daemon=True).start()
+        self._begun_s: dict[Job[T], float] = {}  # when each job that is being encoded began
+        for lane in (self._plain, self._constrained):
+            for queues in lane.threads:
+                work = partial(self._run, lane, queues)
+                threading.Thread(target=work, name="encoder", daemon=True).start()
+
+    @property
+    def working_since_s(self) -> float | None:
+        """When the oldest job that is being encoded began. None if there is none."""
+        with self._changed:
+            return min(self._begun_s.values(), default=None)
+
+    def _lane(self, job: Job[T]) -> _Lane[T]:
+        return self._constrained if job.is_constrained else self._plain
 
     def submit(self, job: Job[T]) -> None:
-        queue = self._large if job.size_bytes > LARGE_BYTES else self._small
         with self._changed:
-            queue.put(job.tenant, job)
+            self._lane(job).put(job)
             self._turns |= dict.fromkeys(job.turns, job)
             self._changed.notify_all()
 
@@ -69,27 +118,28 @@ class Encoders(Generic[T]):
             if job is None:
                 return False
             if not any(other in self._turns for other in job.turns):
-                self._small.remove(job.tenant, job)
-                self._large.remove(job.tenant, job)
+                self._lane(job).remove(job)
             self._deliver(Cancelled(turn))
             return True
 
-    def _run(self, *queues: FairQueue[Job[T]]) -> None:
+    def _run(self, lane: _Lane[T], queues: Sequence[FairQueue[Job[T]]]) -> None:
         while True:
-            job = self._next(queues)
-            self._finish(job, job.encode())
+            job = self._next(lane, queues)
+            self._finish(lane, job, job.encode())
             del job  # free its memory before waiting for the next job
 
-    def _next(self, queues: tuple[FairQueue[Job[T]], ...]) -> Job[T]:
+    def _next(self, lane: _Lane[T], queues: Sequence[FairQueue[Job[T]]]) -> Job[T]:
         with self._changed:
-            while True:
-                for queue in queues:
-                    if job := queue.pop():
-                        return job
+            while (job := lane.begin(queues)) is None:
                 self._changed.wait()
+            self._begun_s[job] = time.monotonic()
+            return job
 
-    def _finish(self, job: Job[T], results: Sequence[T]) -> None:
+    def _finish(self, lane: _Lane[T], job: Job[T], results: Sequence[T]) -> None:
         with self._changed:  # `cancel` must find a turn either here or after its delivery
+            del self._begun_s[job]
+            lane.end(job)
+            self._changed.notify_all()  # the tenant's next job may begin
             for turn, result in zip(job.turns or (None,), results, strict=True):
                 if turn is None or self._turns.pop(turn, None) is not None:
                     self._deliver(result)
@@ -109,53 +159,40 @@ def check_token_ids(ids: Iterable[int], tokenizer: Tokenizer, param: str) -> Non
         raise BadRequest(f"token ids of this model go from 0 to {last}", param=param)
 
 
+@dataclass(frozen=True, slots=True)
 class Tokenisation:
-    """`wrapped` adds the model's special tokens to a text. `chat` encodes a conversation; it is
-    None for a model without conversations. Any thread may call this class.
-    """
+    """Tokenises texts and conversations for clients. Any thread may call this class."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        context_tokens: int,
-        wrapped: EncodeText,
-        chat: EncodeChat | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._context_tokens = context_tokens
-        self._wrapped = wrapped
-        self._chat = chat
+    tokenizer: Tokenizer
+    context_tokens: int
+    wrapped: EncodeText  # adds the model's special tokens to a text
+    chat: EncodeChat | None = None  # None for a model without conversations
 
     def reply(self, request: AdminRequest) -> Sequence[AdminReply]:
-        """Answer an admin request, or return its error."""
         assert isinstance(request.op, Tokenize | Detokenize)
-        try:
-            return [AdminReply(request.id, self.answer(request.op))]
-        except Exception as error:
-            failure = as_server_error(error, "encoding the text").info
-            return [AdminReply(request.id, error=failure)]
+        return [AdminReply(request.id, self.answer(request.op))]
 
     def answer(self, op: Tokenize | Detokenize) -> Tokenized | Detokenized:
         """Raises BadRequest for messages or ids that this model does not take."""
         if isinstance(op, Detokenize):
-            check_token_ids(op.tokens, self._tokenizer, "tokens")
-            return Detokenized(b"".join(self._pieces(op.tokens)).decode(errors="replace"))
+            check_token_ids(op.tokens, self.tokenizer, "tokens")
+            return Detokenized(b"".join(map(self._piece, op.tokens)).decode(errors="replace"))
         tokens = self._tokens(op)
         return Tokenized(
             len(tokens),
-            self._context_tokens,
-            tokens if op.with_tokens else [],
-            self._pieces(tokens) if op.with_pieces else [],
+            self.context_tokens,
+            pack_ids(tokens) if op.with_tokens else b"",
+            {token: self._piece(token) for token in set(tokens)} if op.with_pieces else {},
         )
 
     def _tokens(self, op: Tokenize) -> list[int]:
         if op.messages is not None:
-            if self._chat is None:
+            if self.chat is None:
                 raise BadRequest("this model has no conversations: send a text", param="messages")
-            return self._chat(op)
+            return self.chat(op)
         assert op.text is not None, "the front sends messages or a text"
-        encode = self._wrapped if op.add_special else self._tokenizer.encode
+        encode = self.wrapped if op.add_special else self.tokenizer.encode
         return encode(op.text, special=op.parse_special)
 
-    def _pieces(self, tokens: list[int]) -> list[bytes]:
-        return [self._tokenizer.piece(token, special=True) for token in tokens]
+    def _piece(self, token: int) -> bytes:
+        return self.tokenizer.piece(token, special=True)

@@ -37,18 +37,18 @@ class Route:
     requantise_at: int | None = None  # None: never
 
 
+@dataclass(frozen=True, slots=True)
 class Planner:
     """A tenant sees its own state and the state that the operator shares with all tenants."""
 
-    def __init__(
-        self, capabilities: Capabilities, store: Store, shared_namespace: bytes | None = None
-    ) -> None:
-        self.can_truncate = capabilities.can_truncate  # False: turns resume at checkpoints only
-        self.shared_namespace = shared_namespace
-        self._block_tokens = capabilities.block_tokens
-        self._step_tokens = capabilities.step_tokens
-        self._whole_pictures = capabilities.whole_pictures
-        self._store = store
+    capabilities: Capabilities
+    store: Store
+    shared_namespace: bytes
+
+    @property
+    def can_truncate(self) -> bool:
+        """Whether state can be cut at any token. Otherwise turns resume at checkpoints only."""
+        return self.capabilities.can_truncate
 
     def route(self, turn: Turn, live: LiveIn) -> Route:
         """Reuse the longest prefix: state of the target KV type, or state of the default type that
@@ -69,7 +69,10 @@ class Planner:
             return Route(quantised, target)
         limit = start if turn.request.exact else usable
         full = self.plan(turn, default, live(default), limit)
-        if has_quantised and full.reused_tokens < quantised.reused_tokens + self._block_tokens:
+        if (
+            has_quantised
+            and full.reused_tokens < quantised.reused_tokens + self.capabilities.block_tokens
+        ):
             return Route(quantised, target)
         return Route(full, default, max(full.reused_tokens, start))
 
@@ -87,15 +90,17 @@ class Planner:
         stored = self.match(kv_format.namespace, usable, is_default=is_default)
         if self.can_truncate:
             if turn.request.exact:
-                whole = usable if self._whole_pictures else Tokens()
-                return resolve_exact(whole, stored, step_tokens=self._step_tokens)
-            return resolve(usable, stored, live, block_tokens=self._block_tokens)
+                whole = usable if self.capabilities.whole_pictures else Tokens()
+                return resolve_exact(whole, stored, step_tokens=self.capabilities.step_tokens)
+            return resolve(usable, stored, live, block_tokens=self.capabilities.block_tokens)
         checkpoints = self._resumable(kv_format.namespace, usable, is_default=is_default)
         if turn.problem:  # a tier failed, so skip checkpoints with an unreadable block below them
-            readable = self._store.is_readable
+            readable = self.store.is_readable
             checkpoints = (each for each in checkpoints if all(map(readable, chain(each))))
         if turn.request.exact:
-            return resolve_whole_exact(stored, checkpoints, step_tokens=self._step_tokens)
+            return resolve_whole_exact(
+                stored, checkpoints, step_tokens=self.capabilities.step_tokens
+            )
         return resolve_whole(usable, stored, checkpoints, live)
 
     def match(self, namespace: bytes, tokens: Tokens, *, is_default: bool = True) -> Match:
@@ -103,10 +108,10 @@ class Planner:
 
         Shared state has the default KV type. It is used if it matches more than the tenant's own.
         """
-        own = self._store.match(namespace, tokens)
-        if self.shared_namespace is None or not is_default:
+        own = self.store.match(namespace, tokens)
+        if not is_default:
             return own
-        shared = self._store.match(self.shared_namespace, tokens)
+        shared = self.store.match(self.shared_namespace, tokens)
         return shared if shared.tokens > own.tokens else own
 
     def reusable_tokens(self, namespace: bytes, tokens: Tokens, *, is_default: bool = True) -> int:
@@ -125,8 +130,8 @@ class Planner:
 
     def _resumable(self, namespace: bytes, tokens: Tokens, *, is_default: bool) -> Iterator[Block]:
         """Blocks with a checkpoint, newest first."""
-        namespaces = {namespace, (self.shared_namespace if is_default else None) or namespace}
-        found = (self._store.checkpoints(each, tokens) for each in namespaces)
+        namespaces = {namespace, self.shared_namespace if is_default else namespace}
+        found = (self.store.checkpoints(each, tokens) for each in namespaces)
         return merge(*found, key=lambda block: -block.stop)
 
 
@@ -224,14 +229,15 @@ class Admission:
         if self._capabilities.shares_cells:
             return plan.shared_tokens
         idle, namespace = self._idle.of(turn.kv_format.kv_type), turn.kv_format.namespace
-        takes_over = idle.sequences.supersedes(plan.share, plan.shared_tokens, namespace)
+        takes_over = idle.supersedes(plan.share, plan.shared_tokens, namespace)
         return plan.shared_tokens if takes_over else 0
 
     def place(self, turn: Turn, plan: Plan[Sequence]) -> None:
-        """Give the turn a sequence with the shared prefix. `restore` adds the stored blocks."""
+        """Give the turn a sequence with the shared prefix. The restorer adds the stored blocks."""
         kv_format, source, shared_tokens = turn.kv_format, plan.share, plan.shared_tokens
         turn.offloaded = Offloaded(0, kv_format.namespace)
-        if source is not None and self._idle.supersede(source, shared_tokens, kv_format.namespace):
+        idle = self._idle.of(kv_format.kv_type)
+        if source is not None and idle.supersede(source, shared_tokens, kv_format.namespace):
             turn.sequence = source
         else:
             turn.sequence = self._sequences.open(
@@ -240,16 +246,6 @@ class Admission:
             if source is not None:
                 self._sequences.share(source, shared_tokens, turn.sequence)
         turn.restoration = self._kv.restorer.begin(plan)
-
-    def restore(self, turn: Turn) -> bool:
-        """Restore blocks within the step's budget. Returns True when restoring has ended."""
-        assert turn.restoration is not None
-        assert turn.sequence is not None
-        return self._kv.restorer.advance(turn.restoration, turn.sequence)
-
-    def wait_s(self, turn: Turn) -> float | None:
-        """Time left for a tier to answer, or None if the turn does not wait for a tier."""
-        return self._kv.restorer.wait_s(turn.restoration) if turn.restoration else None
 
     def placed(self, turn: Turn) -> Placed | None:
         """Return what the turn has reused, after restoring has ended.

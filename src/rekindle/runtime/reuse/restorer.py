@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
 
 from rekindle.engine.base import Blob, Engine, Sequence
@@ -27,8 +27,6 @@ MIN_SAMPLES = 3  # with fewer measurements, the speed counts as unknown
 MIN_TRANSFER_BYTES = 16 << 20  # shorter transfers measure latency, not throughput
 RETRY_EVERY = 16  # one in this many cut plans is restored whole, to measure again
 FETCH_TIMEOUT_S = 10.0  # for one window; afterwards its blocks are computed
-
-NowS = Callable[[], float]
 
 
 class _Fastest:
@@ -121,36 +119,26 @@ class CostGate:
         return max(self._restoring.known or 0.0, self._reading[tier].known or 0.0)
 
 
+@dataclass(frozen=True, slots=True)
 class Restorer:
     """Restores the blocks of a plan up to the first that is unavailable. The rest is computed."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        store: Store,
-        counts: Counts,
-        budget: StepBudget,
-        cost_gate: CostGate,
-        now_s: NowS,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._fetches = store.fetches
-        self._counts = counts
-        self._budget = budget
-        self._cost_gate = cost_gate
-        self._now_s = now_s
-        self._can_truncate = engine.capabilities.can_truncate
+    engine: Engine
+    store: Store
+    counts: Counts
+    budget: StepBudget
+    cost_gate: CostGate
+    now_s: Callable[[], float]
 
     def begin(self, plan: Plan[Sequence]) -> Restoration:
-        if any(self._store.get(block) is None for block in plan.blocks):
-            self._store.use(plan.blocks)  # so that they are not evicted meanwhile
+        if any(self.store.get(block) is None for block in plan.blocks):
+            self.store.use(plan.blocks)  # so that they are not evicted meanwhile
         return Restoration(plan)
 
     def wait_s(self, restoration: Restoration) -> float | None:
         """Time left for a tier to answer, or None if no tier is being waited for."""
         since_s = restoration.waits_since_s
-        return None if since_s is None else max(since_s + FETCH_TIMEOUT_S - self._now_s(), 0.0)
+        return None if since_s is None else max(since_s + FETCH_TIMEOUT_S - self.now_s(), 0.0)
 
     def advance(self, restoration: Restoration, sequence: Sequence) -> bool:
         """Append available blocks within the step's budget.
@@ -158,7 +146,7 @@ class Restorer:
         Returns True when it has ended: all blocks are restored, or the next one is unavailable.
         """
         while rest := restoration.rest:
-            if self._budget.is_spent:
+            if self.budget.is_spent:
                 return False
             block, is_last = rest[0], len(rest) == 1
             blob = self._blob(block, restoration)
@@ -175,7 +163,7 @@ class Restorer:
         return True
 
     def _blob(self, block: Block, restoration: Restoration) -> Blob | None:
-        blob = self._store.get(block)
+        blob = self.store.get(block)
         if blob is not None:
             return blob
         window = restoration.window_of(block)  # the first tier had no room for it
@@ -189,7 +177,7 @@ class Restorer:
         if window is not None and window.is_done:
             self._drop(window, restoration, Reason.CORRUPT)
         elif window is not None and self._is_late(restoration):
-            self._fetches.give_up(window)
+            self.store.fetches.give_up(window)
             self._drop(window, restoration, Reason.FETCH_TIMEOUT)
         elif window is not None:
             return True
@@ -197,40 +185,40 @@ class Restorer:
 
     def _start(self, block: Block, restoration: Restoration) -> bool:
         """Start reading a block. Returns False if no working tier has it."""
-        if not self._store.is_readable(block):
-            if self._store.knows(block.key) and restoration.problem is None:
+        if not self.store.is_readable(block):
+            if self.store.knows(block.key) and restoration.problem is None:
                 restoration.problem = Reason.FETCH_TIMEOUT
             return False
-        window = self._fetches.start(restoration.unclaimed)
+        window = self.store.fetches.start(restoration.unclaimed)
         while window is None and restoration.fetches:  # later windows must not block this one
-            self._fetches.release(restoration.fetches.pop())
-            window = self._fetches.start(restoration.unclaimed)
+            self.store.fetches.release(restoration.fetches.pop())
+            window = self.store.fetches.start(restoration.unclaimed)
         if window:
-            now_s = restoration.waits_since_s = self._now_s()
+            now_s = restoration.waits_since_s = self.now_s()
             if not restoration.fetches:
                 restoration.reads_since_s, restoration.read_bytes = now_s, 0
             restoration.fetches.insert(0, window)
             self._read_ahead(restoration)
             return True
-        abandoned = self._fetches.abandoned(block)  # otherwise other turns release the memory
+        abandoned = self.store.fetches.abandoned(block)  # otherwise other turns release the memory
         restoration.waits_since_s = restoration.waits_since_s if abandoned else None
         if not abandoned or not self._is_late(restoration):
             return True
         for window in abandoned:
-            self._fetches.give_up(window)
+            self.store.fetches.give_up(window)
         restoration.problem = Reason.FETCH_TIMEOUT
         return False
 
     def _is_late(self, restoration: Restoration) -> bool:
         if restoration.waits_since_s is None:
-            restoration.waits_since_s = self._now_s()
+            restoration.waits_since_s = self.now_s()
         return self.wait_s(restoration) == 0.0
 
     def _read_ahead(self, restoration: Restoration) -> None:
         """Read the next windows while this one is restored, within the turn's share of memory."""
         held_bytes = sum(window.size_bytes for window in restoration.fetches)
-        while restoration.fetches and held_bytes < self._fetches.turn_bytes:
-            window = self._fetches.start(restoration.unread)
+        while restoration.fetches and held_bytes < self.store.fetches.turn_bytes:
+            window = self.store.fetches.read_ahead(restoration.unread)
             if window is None:
                 return
             restoration.fetches.append(window)
@@ -241,7 +229,7 @@ class Restorer:
         restoration.restored += 1
         restoration.waits_since_s = None
         window = restoration.window_of(block)
-        restoration.tiers.add(window.tier if window else self._store.tiers[0].name)
+        restoration.tiers.add(window.tier if window else self.store.tiers[0].name)
         if window is not None and block.key == next(reversed(window.blocks)):
             restoration.read_bytes += window.size_bytes
             self._drop(window, restoration, restoration.problem)
@@ -249,46 +237,46 @@ class Restorer:
             if not restoration.fetches:
                 # Windows are read in parallel and while others are restored, so only the total
                 # time shows the speed of the tier.
-                took_s = self._now_s() - restoration.reads_since_s
-                self._cost_gate.learn_reading(window.tier, restoration.read_bytes, took_s)
+                took_s = self.now_s() - restoration.reads_since_s
+                self.cost_gate.learn_reading(window.tier, restoration.read_bytes, took_s)
 
     def _drop(self, window: Fetch, restoration: Restoration, problem: Reason | None) -> None:
         restoration.fetches.remove(window)
         restoration.waits_since_s = None
         restoration.problem = problem
-        self._fetches.release(window)
+        self.store.fetches.release(window)
 
     def release(self, restoration: Restoration) -> None:
         """Release all windows. The store may keep blocks that have arrived."""
         for window in restoration.fetches:
-            self._fetches.release(window)
+            self.store.fetches.release(window)
         restoration.fetches.clear()
         restoration.waits_since_s = None
 
     def _append(self, sequence: Sequence, block: Block, blob: Blob, *, is_last: bool) -> bool:
         """Append a block. Only the checkpoint of the last block is restored."""
-        resumable = is_last and not self._can_truncate
+        resumable = is_last and not self.engine.capabilities.can_truncate
         if block.resumable and not resumable:
-            layout = self._engine.capabilities.kv[sequence.kv_type]
+            layout = self.engine.capabilities.kv[sequence.kv_type]
             blob = memoryview(blob)[: layout.cells_bytes(len(block.tokens))]
-        started_s = self._now_s()
+        started_s = self.now_s()
         try:
-            self._engine.sequences.restore(sequence, blob, len(block.tokens), resumable=resumable)
+            self.engine.sequences.restore(sequence, blob, len(block.tokens), resumable=resumable)
         except PoolFull:
             return False
         except CorruptBlock:
-            self._store.drop(block)
+            self.store.drop(block)
             return False
         except EngineBroken:
-            self._store.drop(block)  # otherwise the next turn would break the engine again
+            self.store.drop(block)  # otherwise the next turn would break the engine again
             raise
-        self._counts.restored_bytes += len(blob)
-        self._cost_gate.learn_restoring(len(blob), self._now_s() - started_s)
+        self.counts.restored_bytes += len(blob)
+        self.cost_gate.learn_restoring(len(blob), self.now_s() - started_s)
         return True
 
     def count_use(self, restoration: Restoration, write_back: WriteBack) -> None:
         """Record the use of the restored blocks, and apply the turn's write-back policy to them."""
-        restored = restoration.blocks[: restoration.restored]
+        restored = restoration.plan.blocks[: restoration.restored]
         whole = [each for each in restored if each.stop <= restoration.plan.reused_tokens]
-        self._store.use(whole, write_back)
-        self._store.use(restored[len(whole) :])  # the conversation uses only part of it
+        self.store.use(whole, write_back)
+        self.store.use(restored[len(whole) :])  # the conversation uses only part of it

@@ -6,35 +6,35 @@ A name only proposes an entry. Comparing tokens decides what is reused.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
 from rekindle.chat.message_hashes import EntryHashes
 from rekindle.chat.messages import canonical
-from rekindle.engine.base import KvLayout
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.entries.entries import Entries
-from rekindle.kvcache.entries.entry import Draft, Entry, Name, Reply
+from rekindle.kvcache.entries.entry import Draft, Entry, Name, Reply, cost_bytes
 from rekindle.kvcache.entries.index import EntryIndex
 from rekindle.kvcache.store import Store
 from rekindle.protocol.events import Finished, Reason
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.requests import GenerateRequest, Names
-from rekindle.protocol.settings import WritePolicy
 from rekindle.runtime.encode.chat import find_replies, still_valid
 from rekindle.runtime.encode.request import EncodedRequest, Lookup
 from rekindle.runtime.schedule.turn import Turn
+from rekindle.runtime.storage.storage import Log, Storage
 from rekindle.tokens import Tokens
 
 # The kinds of session keys: (kind, key) names an entry of a tenant.
 SESSION, NUMBER = "session_id", "kv_cache_session_id"
 MESSAGE, PROMPT = "message_id", "prompt_cache_key"
 FINGERPRINT, FINGERPRINT_SESSION = "fingerprint", "auto_session"
-
-Log = Callable[[LogLine], None]
+PROJECT = "project"
+# Each of these names one conversation. Using it for another one replaces the first (decision 45).
+OWN_KINDS = (SESSION, NUMBER, MESSAGE)
 
 
 def session_keys(names: Names) -> Iterator[Name]:
@@ -52,7 +52,7 @@ def session_keys(names: Names) -> Iterator[Name]:
 def _new_session_keys(
     names: Names, message_id: str | None, session: str | None, hashes: EntryHashes | None
 ) -> Iterator[Name]:
-    """The session keys of a finished turn's entry."""
+    """The session keys that lead to the conversation from now on."""
     yield from (name for name in session_keys(names) if name[0] != MESSAGE)
     if message_id is not None:
         yield MESSAGE, message_id
@@ -66,6 +66,25 @@ def _can_be_named(names: Names) -> bool:
     keyed = names.cache_key or names.entry_key or names.return_cache_key
     asked = keyed or names.wants_message_id or names.message_id is not None
     return bool(asked or names.by_fingerprint or any(True for _ in session_keys(names)))
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLookup:
+    """Finds the entry that a cache key means. The name of a project serves as a cache key, too."""
+
+    entries: Entries
+    shared_namespace: bytes  # of prompts that the operator shares with all tenants
+
+    def find(self, own: bytes, key: str, kinds: Sequence[str] = (PROJECT,)) -> Entry | None:
+        """Look for the key, then for a name of these kinds, among the tenant's own entries and then
+        among the shared ones."""
+        for namespace in (own, self.shared_namespace):
+            if entry := self.entries.by_key(namespace, key):
+                return entry
+            named = (self.entries.by_name(namespace, (kind, key)) for kind in kinds)
+            if entry := next((each for each in named if each), None):
+                return entry
+        return None
 
 
 class FingerprintSessions:
@@ -83,23 +102,19 @@ class FingerprintSessions:
         found = self._entries.by_name(namespace, (FINGERPRINT, previous)) if previous else None
         session = _session_of(found)
         if found is not None and session is not None:
-            self._info(encoded.request, f"matched existing session {session}")
+            self.info(encoded.request, f"matched existing session {session}")
             return found, session
         session = self._new_session(namespace)
-        self._info(encoded.request, f"registered new session {session}")
+        self.info(encoded.request, f"registered new session {session}")
         return entry, session
 
-    def log_extended(self, request: GenerateRequest, session: str) -> None:
-        self._info(request, f"extended session {session} fingerprint with assistant response")
-
-    def _info(self, request: GenerateRequest, text: str) -> None:
+    def info(self, request: GenerateRequest, text: str) -> None:
         self._log(LogLine("info", f"FingerprintManager: {text}", request.request_id))
 
     def _new_session(self, namespace: bytes) -> str:
         last = self._last.get(namespace)
         if last is None:  # continue after the sessions of the previous runtime
-            taken = (_session_of(entry) for entry in self._entries.of(namespace))
-            last = max((int(name.rpartition("_")[2]) for name in taken if name), default=-1)
+            last = self._entries.index.highest_number(namespace, FINGERPRINT_SESSION)
         self._last[namespace] = last + 1
         return f"auto_session_{last + 1}"
 
@@ -110,43 +125,50 @@ def _session_of(entry: Entry | None) -> str | None:
 
 
 class Pins:
-    """Checks that pinned entries fit on the last tier. Each tenant may pin an equal share of it."""
+    """Checks that pinned entries fit on the last tier and in the memory for entries. Each tenant
+    may pin an equal share of both."""
 
-    def __init__(self, entries: Entries, store: Store, kv_layout: KvLayout) -> None:
+    def __init__(self, entries: Entries, store: Store) -> None:
         self._entries = entries
         self._conversations = store.conversations
-        self._kv_layout = kv_layout
 
-    def check(self, candidate: PrefixHandle) -> None:
-        """Raise NoRoomForPins unless this entry fits together with everything already pinned."""
-        living = self._entries.of(None)
-        pinned = [entry for entry in living if entry.pinned]
-        own = [entry for entry in pinned if entry.tenant == candidate.tenant]
-        tenants = {candidate.tenant, *(entry.tenant for entry in living)}
-        limit = self._conversations.pin_limit_bytes
-        for entries, limit_bytes in ((pinned, limit), (own, limit // len(tenants))):
-            needed = self._conversations.lasting_bytes(
-                [*entries, candidate], self._kv_layout.token_bytes, self._kv_layout.checkpoint_bytes
-            )
-            if needed > limit_bytes or not self._entries.budget.has_room:
+    def check(self, candidate: PrefixHandle, cost_bytes: int) -> None:
+        """Raise NoRoomForPins unless this entry fits together with everything already pinned. It
+        takes `cost_bytes` of the memory for entries."""
+        tier, tenant = self._conversations.last_tier, candidate.tenant
+        pinned = self._entries.retention.pinned_blocks
+        missing = pinned.missing_bytes(tier, candidate)
+        limit, tenants = tier.budget.limit_bytes, self._entries.retention.tenants_with(tenant)
+        for view, limit_bytes in ((None, limit), (tenant, limit // tenants)):
+            needed = pinned.held_bytes(tier, view) + missing
+            if needed > limit_bytes:
                 raise NoRoomForPins(
                     f"With this entry, pinned entries would take {needed} bytes, but the limit is "
                     f"{limit_bytes}. Unpin or delete another, or raise --disk-cache."
                 )
+        if not self._entries.budget.can_pin(tenant, cost_bytes - self._pinned_bytes(candidate)):
+            raise NoRoomForPins(
+                f"Pinned entries may take {self._entries.budget.pin_limit_bytes(tenant)} bytes of "
+                "memory for tokens, text and documents, which this entry would exceed. Unpin or "
+                "delete another, or raise --ram-cache and --disk-cache."
+            )
 
-    def can_pin_temporarily(self, tenant: bytes, tokens: Tokens) -> bool:
+    def _pinned_bytes(self, candidate: PrefixHandle) -> int:
+        """What an equal entry that is already pinned takes of the memory for pins."""
+        equal = self._entries.index.by_tokens(candidate.namespace, candidate.tokens)
+        return equal.cost_bytes if equal is not None and equal.pinned else 0
+
+    def can_pin_temporarily(self, candidate: PrefixHandle, cost_bytes: int) -> bool:
         """Whether a pin with a time limit may be added.
 
-        All temporary pins share half of the room for pins, in equal parts for each tenant. The
-        estimate is fast: it counts each entry as if it shared no blocks with others.
+        All temporary pins share half of the room for pins, in equal parts for each tenant.
         """
-        living = self._entries.of(None)
-        tenants = {tenant, *(entry.tenant for entry in living)}
-        own = (entry for entry in living if entry.pinned and entry.tenant == tenant)
-        others = (each for each in own if not tokens.startswith(each.tokens))
-        count = len(tokens) + sum(len(entry.tokens) for entry in others)
-        limit_bytes = self._conversations.pin_limit_bytes // (2 * len(tenants))
-        return count * self._kv_layout.token_bytes <= limit_bytes
+        tier, tenant = self._conversations.last_tier, candidate.tenant
+        retention = self._entries.retention
+        needed = retention.pinned_blocks.held_bytes(tier, tenant)
+        needed += retention.pinned_blocks.missing_bytes(tier, candidate)
+        limit_bytes = tier.budget.limit_bytes // (2 * retention.tenants_with(tenant))
+        return needed <= limit_bytes and self._entries.budget.can_pin(tenant, cost_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +185,15 @@ class Sessions:
     """Looks up and stores the entries of turns. Called by the engine's thread."""
 
     def __init__(
-        self,
-        entries: Entries,
-        pins: Pins,
-        encoder: Encoder,
-        log: Log,
-        *,
-        policy: WritePolicy,
-        key_ttl_s: float | None,
+        self, storage: Storage, shared_namespace: bytes, pins: Pins, encoder: Encoder, log: Log
     ) -> None:
-        self._entries = entries
-        self._pins = pins
-        self._fingerprints = FingerprintSessions(entries, log)
+        self.keys = KeyLookup(storage.entries, shared_namespace)
+        self._entries = storage.entries
+        self.pins = pins
+        self._fingerprints = FingerprintSessions(storage.entries, log)
         self._encoder = encoder
-        self._policy = policy
-        self._key_ttl_s = key_ttl_s
+        self._policy = storage.settings.cache_write
+        self._key_ttl_s = storage.settings.key_ttl
 
     def find(self, encoded: EncodedRequest) -> Lookup:
         """Look up the entry that the request names; raises NoRoomForPins."""
@@ -185,9 +201,10 @@ class Sessions:
         write_back = self._write_back(encoded)
         if request.prepare is not None:
             if request.prepare.pinned:
-                tokens = encoded.prompt.tokens
-                kv_format = encoded.precision.format_at(len(tokens))
-                self._pins.check(PrefixHandle(kv_format.namespace, tokens, tenant=namespace))
+                prompt = encoded.prompt
+                kv_format = encoded.precision.format_at(len(prompt.tokens))
+                handle = PrefixHandle(kv_format.namespace, prompt.tokens, tenant=namespace)
+                self.pins.check(handle, cost_bytes(prompt.tokens, prompt.escaped))
             return Lookup(write_back=write_back)
         names = request.names
         if names is None or not request.reuse:
@@ -202,20 +219,20 @@ class Sessions:
             write_back=write_back, entry=entry, problem=problem, fingerprint_session=session
         )
 
-    def count_hit(self, turn: Turn) -> None:
-        """Count a hit for the named entry, or for the entry with the longest common text."""
-        named = None if turn.lookup.problem else turn.lookup.entry
+    def nearest(self, turn: Turn) -> Entry | None:
+        """The entry whose text has the longest common prefix with the turn's prompt."""
         text = turn.encoded.prompt.escaped
-        entry = named or self._entries.index.nearest(turn.namespace, text)
-        if entry is not None and text:
-            self._entries.count_hit(entry)
+        return self._entries.index.nearest(turn.namespace, text) if text else None
+
+    def count_hit(self, entry: Entry) -> None:
+        self._entries.count_hit(entry)
 
     def _by_key(self, namespace: bytes, names: Names) -> tuple[Entry | None, Reason | None]:
         """Return the entry of the cache key, or of the first known session key, and what is wrong
         with the cache key."""
         entry, problem = None, None
         if names.cache_key is not None:
-            entry = self._entries.by_key(namespace, names.cache_key)
+            entry = self.keys.find(namespace, names.cache_key)
             problem = None if entry else self._why_missing(namespace, names.cache_key)
         found = (self._entries.by_name(namespace, name) for name in session_keys(names))
         return entry or next((each for each in found if each), None), problem
@@ -223,7 +240,8 @@ class Sessions:
     def _why_missing(self, namespace: bytes, key: str) -> Reason:
         if not self._entries.has_expired(namespace, key):
             return Reason.CACHE_KEY_NOT_FOUND
-        self._entries.collect(namespace)
+        if entry := self._entries.index.by_key(namespace, key):
+            self._entries.expire(entry)
         return Reason.EXPIRED
 
     def _write_back(self, encoded: EncodedRequest) -> WriteBack:
@@ -243,22 +261,54 @@ class Sessions:
         names = turn.request.names or Names()
         if names.wants_message_id or names.message_id is not None:
             finished.message_id = names.message_id or f"msg_{secrets.token_hex(12)}"
+        finished.cache.pin_refused = names.pin_s is not None
         if not turn.request.reuse or not finished.cache.cached_tokens:
             return
         entry = self._entries.remember(self._draft(turn, names, finished))
+        turn.entry = entry
         if entry is None:
             return
+        finished.cache.pin_refused = names.pin_s is not None and not entry.pinned
         if names.return_cache_key or turn.request.prepare is not None:
             finished.cache.new_cache_key = entry.key
-        if turn.lookup.fingerprint_session is not None:
-            self._fingerprints.log_extended(turn.request, turn.lookup.fingerprint_session)
+        if (session := turn.lookup.fingerprint_session) is not None:
+            text = f"extended session {session} fingerprint with assistant response"
+            self._fingerprints.info(turn.request, text)
+
+    def remember_unfinished(self, turn: Turn) -> None:
+        """Store what a cancelled or failed turn has computed as an entry without a name. A turn
+        that continues from there, or that answers the same prompt again, supersedes it."""
+        if not turn.request.reuse or not turn.is_started:
+            return
+        names, prepare = turn.request.names or Names(), turn.request.prepare
+        end = self._end(turn) if turn.generated_tokens else _end_of_prompt(turn)
+        replies, continued = _replies_after(self._entries.index, turn, end, None)
+        keyed = names.return_cache_key or prepare is not None or names.entry_key is not None
+        ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
+        hashes = turn.encoded.hashes
+        turn.entry = self._entries.remember(
+            Draft(
+                namespace=turn.namespace,
+                kv_namespace=turn.kv_format.namespace,
+                tokens=end.tokens,
+                text=end.text,
+                text_tokens=end.text_tokens,
+                replies=replies,
+                after=continued,
+                segments=hashes.as_sent().segments if hashes else (),
+                ttl_s=prepare.ttl_s if prepare else ttl_s,
+                durable=turn.lookup.write_back > WriteBack.NEVER,
+            )
+        )
 
     def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
         end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
         replies, continued = _replies_after(self._entries.index, turn, end, hashes)
         own_key, session = names.entry_key, turn.lookup.fingerprint_session
         keyed = names.return_cache_key or prepare is not None or own_key is not None
-        can_pin = names.pin_s and self._pins.can_pin_temporarily(turn.namespace, end.tokens)
+        project = [(PROJECT, prepare.project)] if prepare and prepare.project else []
+        new_names = list(_new_session_keys(names, finished.message_id, session, hashes))
+        can_pin = names.pin_s is not None and self._can_pin_temporarily(turn, end)
         ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
         return Draft(
             key=own_key,
@@ -270,7 +320,8 @@ class Sessions:
             replies=replies,
             after=continued,
             segments=hashes.segments if hashes else (),
-            names=tuple(_new_session_keys(names, finished.message_id, session, hashes)),
+            names=(*(name for name in new_names if name[0] in OWN_KINDS), *project),
+            shared_names=tuple(name for name in new_names if name[0] not in OWN_KINDS),
             ttl_s=prepare.ttl_s if prepare else ttl_s,
             keyed=keyed,
             pinned=prepare is not None and prepare.pinned,
@@ -278,10 +329,18 @@ class Sessions:
             durable=turn.lookup.write_back > WriteBack.NEVER or own_key is not None,
         )
 
+    def _can_pin_temporarily(self, turn: Turn, end: ConversationEnd) -> bool:
+        handle = PrefixHandle(turn.kv_format.namespace, end.tokens, tenant=turn.namespace)
+        more_bytes = cost_bytes(end.tokens, end.text)
+        before = self._entries.index.recall(turn.namespace, end.text)
+        if before is not None and before.pinned_until_s is not None:
+            more_bytes -= before.cost_bytes  # the new entry takes over its pin
+        return self.pins.can_pin_temporarily(handle, more_bytes)
+
     def _end(self, turn: Turn) -> ConversationEnd:
         prompt, output = turn.encoded.prompt, turn.output
         if turn.request.prepare is not None:
-            return ConversationEnd(prompt.tokens, prompt.escaped, len(prompt.tokens))
+            return _end_of_prompt(turn)
         text = output.message.text if output.is_plain else output.raw
         known = self._encoder.known_after(prompt, turn.tokens.part(turn.prompt_tokens), text)
         everything = turn.tokens.all()
@@ -297,6 +356,11 @@ class Sessions:
             return ConversationEnd(everything[:count], known.escaped, count, reply_tokens)
         reply_tokens = 0 if output.is_broken_off else len(everything)
         return ConversationEnd(everything, known.escaped, count, reply_tokens)
+
+
+def _end_of_prompt(turn: Turn) -> ConversationEnd:
+    prompt = turn.encoded.prompt
+    return ConversationEnd(prompt.tokens, prompt.escaped, len(prompt.tokens))
 
 
 def _hashes_after(turn: Turn) -> EntryHashes | None:

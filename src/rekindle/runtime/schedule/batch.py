@@ -1,6 +1,6 @@
 """Composes the work of one engine step: the next token of every reply, and chunks of prompts.
 
-The size of a prefill chunk follows from measured step times, which one clock takes for everybody.
+The size of a prefill chunk follows from measured step times.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from rekindle.engine.base import Capabilities, Work
-from rekindle.runtime.schedule.turn import Turn
+from rekindle.fair_queue import FairShare
+from rekindle.runtime.schedule.turn import Turn, tenant_of
 
 # Longest time that a prefill chunk may delay a cancellation, and the tokens of other replies.
 ALONE_S, SHARED_S = 0.9, 0.25
@@ -88,23 +89,12 @@ class StepTiming:
         self.step_s = (time.perf_counter() - self._start_s) / self.steps
 
 
-class StepClock:
-    """Measures steps once, for all that learn from their duration."""
-
-    def __init__(self, *observers: Callable[[StepTiming], None]) -> None:
-        self._observers = observers
-
-    def start(self, batch: Batch) -> StepTiming:
-        return StepTiming(batch)
-
-    def record(self, timing: StepTiming) -> None:
-        timing.stop()
-        for observe in self._observers:
-            observe(timing)
-
-
 class Batcher:
-    """Composes batches of running turns. Prompts take turns after a quantum of a few chunks."""
+    """Composes batches of running turns.
+
+    The tenant that has had the fewest prefill tokens comes first. The prompts of one tenant take
+    turns after a quantum of a few chunks.
+    """
 
     # On a GPU, prompts with at most this much left do not wait for the budget of long ones.
     SHORT_TOKENS = 64
@@ -114,6 +104,7 @@ class Batcher:
         self._whole_pictures = capabilities.whole_pictures
         self._chunk_size = ChunkSize(capabilities.batch_tokens - parallel)
         self._budget = PrefillBudget() if capabilities.device == "gpu" else None
+        self._prefilled_tokens: FairShare[Turn] = FairShare(tenant_of)
 
     def learn(self, timing: StepTiming) -> None:
         batch = timing.batch
@@ -123,12 +114,25 @@ class Batcher:
             for _ in range(timing.steps):
                 self._budget.learn(batch.decoding, chunk_tokens, batch.prefilling, timing.step_s)
 
-    def has_room(self, running: list[Turn]) -> bool:
-        """Whether the next batch has rows left for another prompt."""
-        prefilling = _prefilling(running)
-        pending = sum(turn.pending_tokens for turn in prefilling)
-        max_tokens = self._max_chunk_tokens(running)
-        return pending < max_tokens or self._has_used_quantum(prefilling[0], running)
+    def tenants_with_room(self, running: list[Turn]) -> Callable[[bytes], bool]:
+        """Return a test of whether the next batch has rows for another prompt of a tenant. A tenant
+        without a prompt always has room, because the others share the rows with it."""
+        first: dict[bytes, Turn] = {}
+        pending = 0
+        for turn in _prefilling(running):
+            first.setdefault(turn.tenant, turn)
+            pending += turn.pending_tokens
+        has_rows = pending < self._max_chunk_tokens(running)
+
+        def has_room(tenant: bytes) -> bool:
+            turn = first.get(tenant)
+            return has_rows or turn is None or self._has_used_quantum(turn, running)
+
+        return has_room
+
+    def in_prefill_order(self, turns: list[Turn]) -> list[Turn]:
+        """Order running turns by whose prompt is computed first."""
+        return self._prefilled_tokens.interleave(turns)
 
     def compose(self, running: list[Turn], waiting: int = 0) -> Batch:
         """Compose the next step. `waiting` is the number of turns that have not started yet."""
@@ -141,10 +145,11 @@ class Batcher:
         prefilling = [turn for turn in _prefilling(running) if not turn.wants_vectors]
         if not prefilling:
             return
+        prefilling = self.in_prefill_order(prefilling)
         batch.prefilling = len(prefilling) + waiting
         limit, budget = self._max_chunk_tokens(running), self._budget if batch.decoding else None
         if budget:
-            prefilling = list(filter(self._is_short, prefilling)) or prefilling
+            prefilling = self._short_first(prefilling)
         pending = sum(turn.pending_tokens for turn in prefilling)
         if budget:
             room = budget.next_chunk(batch.decoding, batch.prefilling, pending, limit)
@@ -157,18 +162,26 @@ class Batcher:
             if len(work.tokens) > room and len(batch) > batch.decoding and not turn.request.exact:
                 continue  # an image that has to be computed whole gets a step of its own
             batch.add_chunk(turn, work)
+            self._prefilled_tokens.charge(turn.tenant, len(work.tokens))
             room -= len(work.tokens)
 
-    def _is_short(self, turn: Turn) -> bool:
-        return turn.pending_tokens <= self.SHORT_TOKENS
+    def _short_first(self, prefilling: list[Turn]) -> list[Turn]:
+        """Leave only short prompts, if the tenant that comes first has one. Otherwise its long
+        prompt would wait for the short ones of other tenants."""
+        short = [turn for turn in prefilling if turn.pending_tokens <= self.SHORT_TOKENS]
+        is_next = any(turn.tenant == prefilling[0].tenant for turn in short)
+        return short if is_next else prefilling
 
     def rotate(self, running: list[Turn]) -> None:
-        """Move a prompt that has used its quantum behind the others."""
-        prefilling = _prefilling(running) if len(running) > 1 else []
-        if len(prefilling) > 1 and self._has_used_quantum(prefilling[0], running):
-            prefilling[0].chunk_tokens = 0
-            running.remove(prefilling[0])
-            running.append(prefilling[0])
+        """Move a prompt that has used its quantum behind the other prompts of its tenant."""
+        by_tenant: dict[bytes, list[Turn]] = {}
+        for turn in _prefilling(running) if len(running) > 1 else []:
+            by_tenant.setdefault(turn.tenant, []).append(turn)
+        for first, *others in by_tenant.values():
+            if others and self._has_used_quantum(first, running):
+                first.chunk_tokens = 0
+                running.remove(first)
+                running.append(first)
 
     def _has_used_quantum(self, turn: Turn, running: list[Turn]) -> bool:
         chunks = 1 if self._budget and _has_replies(running) else QUANTUM_CHUNKS

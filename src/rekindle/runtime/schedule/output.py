@@ -51,20 +51,22 @@ class ReplyOutput:
         self.reasoning_tokens = 0
         self.is_broken_off = False  # ended inside reasoning or a call, or after the only call
         self.max_tokens = max_tokens
-        self._takes_calls = request.tool_use.parallel
+        self.min_tokens = request.sampling.min_tokens
+        self._max_calls = request.tool_use.max_calls if request.tool_use.parallel else 1
         self._parser = decoding.parser
         self._shown = decoding.shown
         self._tokenizer = tokenizer
         # A constrained reply ends when it is complete, even with `ignore_eos`.
         ends = decoding.token_mask is not None or not request.ignore_eos
-        self._end_tokens = decoding.end_tokens if ends else frozenset()
+        own = decoding.end_tokens if ends else frozenset()
+        self._end_tokens = own.union(request.stop_token_ids)
         #: Whether only tokens and the limit end the reply, not its text.
-        self.ends_by_token = not request.stop and (self._parser is None or self._takes_calls)
+        self.ends_by_token = not request.stop and (self._parser is None or self._max_calls is None)
         self._text = Detokenizer(tokenizer, request.stop, decoding.shown)
-        self._raw: list[str] = []  # everything the model wrote, markers included
+        self._raw: list[str] = []
         self._logprobs = LogprobBuffer()
         self._is_call_cut = False  # by a stop string
-        self._is_enough = False  # the client takes one call and has it
+        self._is_enough = False  # the reply has `max_calls` tool calls
 
     @property
     def raw(self) -> str:
@@ -78,7 +80,6 @@ class ReplyOutput:
 
     @property
     def stop_string(self) -> str | None:
-        """The stop string that ended the reply."""
         return self._text.matched
 
     @property
@@ -100,7 +101,7 @@ class ReplyOutput:
         self.tokens += 1
         has_parser = self._parser is not None
         was_reasoning = has_parser and self._is_reasoning
-        text = self._text.push(sampled.token)
+        text = self._text.push(sampled.token, may_stop=self.tokens > self.min_tokens)
         if sampled.logprob is not None:
             self._note(sampled, sampled.logprob)
         parts = self._parts(text)
@@ -155,7 +156,7 @@ class ReplyOutput:
         return [part for part in parts if self._deliver(part)]
 
     def _deliver(self, part: Part) -> bool:
-        self._is_enough |= self._is_beyond_one_call(part)
+        self._is_enough |= self._is_beyond_last_call(part)
         if self._is_enough:
             return False
         match part:
@@ -169,8 +170,8 @@ class ReplyOutput:
         self.message.add(part)
         return isinstance(part, ToolCallStart) or bool(part.text)
 
-    def _is_beyond_one_call(self, part: Part) -> bool:
-        if self._takes_calls or not self.message.tool_calls:
+    def _is_beyond_last_call(self, part: Part) -> bool:
+        if self._max_calls is None or len(self.message.tool_calls) < self._max_calls:
             return False
         return not isinstance(part, ArgumentsDelta)
 

@@ -8,13 +8,14 @@ restore   stored blocks, within the step budget    lower tiers are read by other
 report    what was reused, and why not more
 run       prefill and decode (Scheduler.step)
 finish    remember the conversation under its names
-retire    keep the computed state, free the sequence
+retire    keep the computed state, free the sequence (KvManager.retire)
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from dataclasses import dataclass, field
 from enum import Enum
 
 from rekindle.engine.base import Engine, KvLayout, Sequence
@@ -32,7 +33,8 @@ from rekindle.runtime.reuse.report import (
     changed_at,
     classify,
     compare,
-    first_message_tokens,
+    divergence,
+    opening_tokens,
 )
 from rekindle.runtime.reuse.sessions import Sessions
 from rekindle.runtime.schedule.output import ReplyOutput
@@ -81,143 +83,135 @@ class Start(Enum):
     GONE = "gone"  # the planned state has left the store, so the turn plans again
 
 
+@dataclass(eq=False)
 class Pipeline:
     """The stages of a turn. The scheduler decides when each one runs."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        input_processor: InputProcessor,
-        sessions: Sessions,
-        admission: Admission,
-        kv: KvManager,
-    ) -> None:
-        self._engine = engine
-        self._input_processor = input_processor
-        self._sessions = sessions
-        self._admission = admission
-        self._kv = kv
-        #: Number of turns by reuse status, for each namespace and (None) in total.
-        self.statuses: defaultdict[bytes | None, Counter[Status]] = defaultdict(Counter)
-
-    def encode(self, request: GenerateRequest, stopwatch: Stopwatch | None = None) -> Turn:
-        """Encode a request for a single choice."""
-        [turn] = self.encode_choices(request, stopwatch or Stopwatch())
-        return turn
+    engine: Engine
+    input_processor: InputProcessor
+    sessions: Sessions
+    admission: Admission
+    kv: KvManager
+    #: Number of turns by reuse status, for each namespace and (None) in total.
+    statuses: defaultdict[bytes | None, Counter[Status]] = field(
+        default_factory=lambda: defaultdict(Counter)
+    )
 
     def encode_choices(self, request: GenerateRequest, stopwatch: Stopwatch) -> list[Turn]:
         """Encode a request once and build a turn for each choice. Callable from any thread. Raises
         ServerError for an invalid request."""
         stopwatch.lap("front")
-        choices = self._input_processor.encode(request)
+        choices = self.input_processor.encode(request)
         stopwatch.lap("encode")
         return [self.begin(encoded, stopwatch.copy()) for encoded in choices]
 
     def begin(self, encoded: EncodedRequest, stopwatch: Stopwatch) -> Turn:
         """Make the turn of an encoded request. Any thread may call it."""
-        request, context_tokens = encoded.request, self._engine.capabilities.context_tokens
+        request, context_tokens = encoded.request, self.engine.capabilities.context_tokens
         room = context_tokens - len(encoded.prompt.tokens)
         max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
         output = ReplyOutput(
-            request, encoded.decoding, self._engine.tokenizer, max_tokens=max_tokens
+            request, encoded.decoding, self.engine.tokenizer, max_tokens=max_tokens
         )
         return Turn(encoded, output, stopwatch)
 
     def find(self, turn: Turn) -> None:
         """Look up the entry that a name in the request stands for; raises NoRoomForPins."""
-        turn.lookup = self._sessions.find(turn.encoded)
+        turn.lookup = self.sessions.find(turn.encoded)
 
     def start(self, turn: Turn, running: list[Turn], restoring: list[Turn]) -> Start:
         """Plan a turn, make room for it, open its sequence and start restoring."""
         turn.stopwatch.lap("queue")
-        planned = self._admission.plan(turn, running)
-        plan = self._admission.reserve(turn, planned, [*running, *restoring])
+        planned = self.admission.plan(turn, running)
+        plan = self.admission.reserve(turn, planned, [*running, *restoring])
         turn.stopwatch.lap("plan")
         if plan is None:
             return Start.NO_ROOM
-        self._admission.place(turn, plan)
+        self.admission.place(turn, plan)
         return self.restore(turn)
 
     def restore(self, turn: Turn) -> Start:
         """Restore within the step budget. Report what was reused when that is done."""
-        is_over = self._admission.restore(turn)
+        assert turn.restoration is not None
+        assert turn.sequence is not None
+        is_over = self.kv.restorer.advance(turn.restoration, turn.sequence)
         turn.stopwatch.lap("restore")
         if not is_over:
             return Start.RESTORING
-        placed = self._admission.placed(turn)
+        placed = self.admission.placed(turn)
         if placed is None:
             return Start.GONE
         if turn.report is None:  # a turn that starts again has reported
             turn.report = self._report(turn, placed)
-            self._kv.counts.reused_tokens += placed.reused_tokens
+            self.kv.counts.reused_tokens += placed.reused_tokens
         return Start.STARTED
-
-    def wait_s(self, turn: Turn) -> float | None:
-        """Time left for a tier to answer. None if the turn waits for no tier."""
-        return self._admission.wait_s(turn)
 
     def requantise(self, turn: Turn, others: list[Turn]) -> Start:
         """Convert the state of a turn to its target KV type, within the step budget."""
-        return Start.STARTED if self._admission.requantise(turn, others) else Start.RESTORING
+        return Start.STARTED if self.admission.requantise(turn, others) else Start.RESTORING
 
     def finish(self, turn: Turn) -> Finished | Failed:
         """Remember a turn that has ended. Returns its terminal event."""
-        end = end_of(turn, self._engine.capabilities.kv[turn.kv_format.kv_type])
+        end = end_of(turn, self.engine.capabilities.kv[turn.kv_format.kv_type])
         if isinstance(end, Finished):
-            self._sessions.remember(turn, end)
+            self.sessions.remember(turn, end)
+        else:
+            self.abandon(turn)
         return end
 
-    def retire(self, turn: Turn) -> None:
-        """Keep the state that a turn computed, and free what it holds."""
-        self._kv.retire(turn)
+    def abandon(self, turn: Turn) -> None:
+        """Remember what a cancelled or failed turn has computed."""
+        self.sessions.remember_unfinished(turn)
 
     def _report(self, turn: Turn, placed: Placed) -> CacheReport:
-        """Report what was reused, and why not more."""
-        plan = placed.plan
+        plan, prompt, hashes = placed.plan, turn.encoded.prompt, turn.encoded.hashes
         entry = None if turn.lookup.problem else turn.lookup.entry  # a wrong key is the answer
-        prompt = turn.encoded.prompt
-        named = compare(entry, prompt, turn.encoded.hashes) if entry else None
+        nearest = self.sessions.nearest(turn) if entry is None else None
+        named = compare(entry, prompt, hashes) if entry else None
         status, reason = classify(
             ReuseInputs(
                 prompt_tokens=turn.prompt_tokens,
-                first_message_tokens=first_message_tokens(prompt, turn.request.tools),
+                opening_tokens=opening_tokens(prompt, turn.request.tools, self.engine.tokenizer),
                 reused_tokens=placed.reused_tokens,
                 matched_tokens=plan.matched_tokens,
                 diverged=plan.diverged,
                 changed=changed_at(prompt, plan.matched_tokens),
                 reuse=turn.request.reuse,
                 exact=turn.request.exact,
-                can_truncate=self._engine.capabilities.can_truncate,
+                can_truncate=self.engine.capabilities.can_truncate,
                 problem=_problem(turn, plan, entry),
                 named=named,
+                nearest=compare(nearest, prompt, hashes) if nearest and hashes else None,
             )
         )
         if turn.request.prepare is None:
             for view in (turn.namespace, None):
                 self.statuses[view][status] += 1
-            if status != "miss":
-                self._sessions.count_hit(turn)
+            if status != "miss" and (hit := entry or nearest):
+                self.sessions.count_hit(hit)
         return CacheReport(
             status,
             reason,
             placed.reused_tokens,
             cached_tokens=0,
             tier=placed.tier,
-            cache_key=entry.key if entry else None,
-            diverged_at=named.diverged_at if named and status != "hit" else None,
+            cache_key=_sent_key(turn) or (entry.key if entry else None),
+            diverged_at=divergence(entry, prompt, named) if entry and named else None,
             normalised=list(turn.encoded.normalised),
         )
 
 
+def _sent_key(turn: Turn) -> str | None:
+    return turn.request.names.cache_key if turn.request.names else None
+
+
 def _problem(turn: Turn, plan: Plan[Sequence], entry: Entry | None) -> Reason | None:
-    cut = Reason.COMPUTED_CHEAPER if plan.is_cut else None
-    return turn.lookup.problem or turn.problem or cut or _precision_problem(turn, entry)
-
-
-def _precision_problem(turn: Turn, entry: Entry | None) -> Reason | None:
-    """Whether the entry's state is of a precision that this turn cannot start from."""
-    precision = turn.precision
-    formats = (precision.default, precision.target)
+    if problem := turn.lookup.problem or turn.problem:
+        return problem
+    if plan.is_cut:
+        return Reason.COMPUTED_CHEAPER
+    formats = (turn.precision.default, turn.precision.target)
     of_use = {each.namespace for each in formats if each is not None}
-    is_strange = entry is not None and entry.namespace not in of_use
-    return Reason.KV_BITS_CHANGED if is_strange else None
+    if entry is None or entry.namespace == entry.tenant:  # default KV type: always usable
+        return None
+    return None if entry.namespace in of_use else Reason.KV_BITS_CHANGED

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
@@ -10,7 +11,7 @@ from rekindle.protocol.events import Cancelled, Event, Failed, Started
 from rekindle.runtime.device.idle_pool import RowsByType
 from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
-from rekindle.runtime.schedule.batch import Batch, Batcher, StepClock, StepTiming
+from rekindle.runtime.schedule.batch import Batch, Batcher, StepTiming
 from rekindle.runtime.schedule.outbox import Outbox
 from rekindle.runtime.schedule.pipeline import Pipeline, Start
 from rekindle.runtime.schedule.turn import Turn, TurnQueues, insert
@@ -47,10 +48,8 @@ class Scheduler:
         self._is_undisturbed = is_undisturbed
         self._overlaps = engine.capabilities.async_launch
         self._queues = TurnQueues()
-        self._waiting = self._queues.waiting
         self._restoring, self._running = self._queues.restoring, self._queues.running
         self._batcher = Batcher(engine.capabilities, parallel)
-        self._clock = StepClock(self._batcher.learn, self._learn_cost)
         self._outbox = Outbox()
 
     @property
@@ -60,7 +59,8 @@ class Scheduler:
     @property
     def wait_s(self) -> float | None:
         """Longest time to sleep when `step` had nothing to do. None means until a message comes."""
-        waits = [self._pipeline.wait_s(turn) for turn in self._restoring]
+        restorations = (turn.restoration for turn in self._restoring)
+        waits = [self._kv.restorer.wait_s(each) for each in restorations if each]
         waits += [self._pictures.wait_s(turn) for turn in self._running if turn.waits_for_vectors]
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
@@ -79,7 +79,7 @@ class Scheduler:
             self._requantise()
             has_flushed = self._kv.export_some(self._running)
             has_encoded = self._encode_picture()
-            batch = self._batcher.compose(self._running, len(self._waiting))
+            batch = self._batcher.compose(self._running, self._queues.waiting)
             if batch:
                 self._compute(batch, is_alone=has_flushed)
                 return True
@@ -102,7 +102,7 @@ class Scheduler:
         if batch.has_prefill:
             self._outbox.hasten()  # the step is long, so pending text does not wait for its end
         self._deliver_due(in_flight=False)
-        timing = self._clock.start(batch)
+        timing = StepTiming(batch)
         try:
             pending = self._engine.launch(batch.work)
             self._deliver_due(in_flight=True)
@@ -118,7 +118,9 @@ class Scheduler:
             return
         finally:
             self._kv.counts.computed_tokens += len(batch) * (timing.steps - 1)
-        self._clock.record(timing)
+        timing.stop()
+        self._batcher.learn(timing)
+        self._learn_cost(timing)
         self._collect(batch, results, timing)
 
     def _deliver_due(self, *, in_flight: bool) -> None:
@@ -129,8 +131,11 @@ class Scheduler:
             self._emit(events)
 
     def _may_repeat(self, batch: Batch) -> bool:
-        """Whether every turn is in the batch and just decodes, so nobody misses a step."""
-        is_everybody = self._queues.are_all(len(batch), self._parallel)
+        """Whether every turn that has started is in the batch and just decodes, and no other turn
+        can start now, so nobody misses a step."""
+        started = self._queues.started
+        can_start = self._queues.waiting and started < self._parallel
+        is_everybody = started == len(batch) and not can_start
         return is_everybody and self._is_undisturbed() and all(map(_only_decodes, batch.turns))
 
     def _continuing(
@@ -171,75 +176,87 @@ class Scheduler:
 
     def _flush(self) -> None:
         """Deliver all text and finish the turns that it ended. No step may be in flight."""
+        self._deliver_all()  # first, so that clients do not wait for their state to be kept
+        if self._kv.broken is not None:  # remembering a turn may close sequences of others
+            raise self._kv.broken
+        self._retire_ended()
+
+    def _deliver_all(self) -> None:
         events = self._outbox.take()
         for turn in self._outbox.take_ended():
             events.append(self._pipeline.finish(turn))
             self._queues.end(turn)
         if events:
-            self._emit(events)  # first, so that clients do not wait for their state to be kept
-        if self._kv.broken is not None:  # remembering a turn may close sequences of others
-            raise self._kv.broken
-        self._retire_ended()
+            self._emit(events)
 
     # -- admission -----------------------------------------------------------------------------
 
     def _restore(self) -> None:
-        """Continue restoring stored state, in arrival order."""
-        for turn in list(self._restoring):
+        """Continue restoring stored state. Tenants take turns."""
+        for turn in self._queues.next_to_restore():
             if turn.requantisation:
                 continue
-            outcome = self._pipeline.restore(turn)
+            with self._moving_state(turn):
+                outcome = self._pipeline.restore(turn)
             if outcome is not Start.RESTORING:
                 self._restoring.remove(turn)
                 self._move(turn, outcome)
 
     def _admit(self) -> None:
-        """Start waiting turns, in order of priority, while there is memory for them.
+        """Start waiting turns while there is memory for them. Tenants take turns, and the turns of
+        a tenant start in order of priority.
 
         A turn is planned here and not when it arrives, so that it can reuse everything that was
         computed before its own prefill begins.
         """
-        while (
-            self._waiting
-            and self._queues.started < self._parallel
-            and self._batcher.has_room(self._running)
-        ):
-            turn = self._queues.next_to_start(self._engine.capabilities.exact_sequences)
+        exact_sequences = self._engine.capabilities.exact_sequences
+        while self._queues.waiting and self._queues.started < self._parallel:
+            has_room = self._batcher.tenants_with_room(self._running)
+            turn = self._queues.next_to_start(exact_sequences, has_room)
             if turn is None:
                 return
             try:
-                outcome = self._pipeline.start(turn, self._running, self._restoring)
+                with self._moving_state(turn):
+                    outcome = self._pipeline.start(turn, self._running, self._restoring)
             except ServerError as error:  # a resource that only this turn needs is unavailable
                 self._fail(turn, error)
                 continue
             if outcome is Start.NO_ROOM:
                 return
-            self._waiting.remove(turn)
+            self._queues.begin(turn)
             self._move(turn, outcome)
 
     def _requantise(self) -> None:
-        """Convert the state of turns that have reached the start of KV quantisation, in arrival
-        order. They do not run until that is done."""
-        ready = [
-            turn
-            for turn in self._running
-            if turn.requantise_at is not None and turn.must_requantise
-        ]
-        for turn in [*(turn for turn in self._restoring if turn.requantisation), *ready]:
+        """Convert the state of turns that have reached the start of KV quantisation. They do not
+        run until that is done. Tenants take turns."""
+        for turn in self._queues.next_to_requantise():
+            if turn.output.finish_reason is not None:
+                continue  # the failure of another turn has delivered its last text
             others = [other for other in (*self._running, *self._restoring) if other is not turn]
             try:
-                outcome = self._pipeline.requantise(turn, others)
+                with self._moving_state(turn):
+                    outcome = self._pipeline.requantise(turn, others)
             except ServerError as error:  # a resource that only this turn needs is unavailable
                 self._fail(turn, error)
             else:
                 self._queues.remove(turn)
                 self._move(turn, outcome)
 
+    @contextmanager
+    def _moving_state(self, turn: Turn) -> Iterator[None]:
+        """Count the state that is moved for a turn as its tenant's."""
+        before_bytes = self._kv.counts.moved_bytes
+        yield
+        self._queues.count_moved(turn, self._kv.counts.moved_bytes - before_bytes)
+
     def _encode_picture(self) -> bool:
         """Get the vectors of one image for a turn whose prefill has reached it. At most one image
         is encoded in a step, so that other turns are not delayed for long."""
-        for turn in [turn for turn in self._running if turn.tokens.media and turn.wants_vectors]:
+        wanting = [turn for turn in self._running if turn.tokens.media and turn.wants_vectors]
+        for turn in self._batcher.in_prefill_order(wanting):
             self._flush()
+            if turn.output.finish_reason is not None:
+                continue
             try:
                 if self._pictures.supply(turn):
                     return True
@@ -249,8 +266,11 @@ class Scheduler:
 
     def _move(self, turn: Turn, outcome: Start) -> None:
         """Put a turn that is in no queue into the one that its start has led to."""
+        if outcome is Start.RESTORING:
+            insert(self._restoring, turn)
+            return
         if outcome is not Start.STARTED:
-            insert(self._restoring if outcome is Start.RESTORING else self._waiting, turn)
+            self._queues.wait(turn)
             return
         insert(self._running, turn)
         if turn.is_started:
@@ -284,7 +304,7 @@ class Scheduler:
 
     def stop(self) -> None:
         """End every turn and keep what it computed."""
-        for turn in [*self._running, *self._restoring, *self._waiting]:
+        for turn in self._queues:
             self.cancel(turn.id)
 
     def _fail(self, turn: Turn, error: ServerError) -> None:
@@ -295,17 +315,21 @@ class Scheduler:
         self._end(turn)
 
     def _end(self, turn: Turn) -> None:
+        """End a turn that has not finished, and keep what it computed."""
+        self._pipeline.abandon(turn)
         self._queues.end(turn)
+        if self._kv.broken is not None:  # remembering a turn may close sequences of others
+            raise self._kv.broken
         self._retire_ended()
 
     def _retire_ended(self) -> None:
         """Keep what ended turns computed and free what they hold. Each leaves the list first,
         because keeping its state may break the engine."""
         while self._queues.ended:
-            self._pipeline.retire(self._queues.ended.pop(0))
+            self._kv.retire(self._queues.ended.pop(0))
 
     def _preempt(self, batch: Batch) -> None:
-        """Make room in a full pool. If idle sequences do not free enough, the last turn waits."""
+        """Make room in a full pool. If idle sequences do not free enough, a turn has to wait."""
         rows = _rows_by_type(batch)
         free_tokens = self._engine.sequences.free_tokens
         full = [kv_type for kv_type in rows if free_tokens(kv_type) < rows[kv_type]]
@@ -321,31 +345,27 @@ class Scheduler:
         holding = [turn for turn in shared if turn.kv_format.kv_type in full]
         if not holding:
             return  # all of them ended in the flush
-        last = max(holding, key=lambda turn: turn.place)
+        preempted = self._queues.to_preempt(holding)
         self._kv.counts.preemptions += 1
-        self._queues.remove(last)
-        self._waiting.insert(0, last)
-        self._pipeline.retire(last)
+        self._queues.remove(preempted)
+        self._queues.wait_first(preempted)
+        self._kv.preempt(preempted)
 
     def _restart_all(self, error: EngineBroken) -> None:
         """Start every turn again from its tokens after the engine has lost all sequences. Turns
         that were restarted too often fail."""
         self._kv.lose_everything()
-        events = self._outbox.take()
-        for turn in self._outbox.take_ended():
-            events.append(self._pipeline.finish(turn))
-            self._queues.end(turn)
-        if events:
-            self._emit(events)
+        self._deliver_all()
         for turn in (*self._queues.ended, *self._queues):
             self._kv.release(turn)  # a waiting turn may have been starting
-        self._queues.ended.clear()
+        self._retire_ended()
         lost = self._queues.take_started()
         for turn in lost:
             turn.restarts += 1
             if turn.sampler is not None:  # it may have sampled a token that was lost
                 turn.sampler.replay(turn.tokens.part(turn.prompt_tokens))
-        self._waiting[:0] = lost
+        for turn in reversed(lost):
+            self._queues.wait_first(turn)
         for turn in [turn for turn in lost if turn.restarts > MAX_RESTARTS]:
             self._fail(turn, ServerError(f"the engine failed repeatedly: {error}"))
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import dropwhile, takewhile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, dropwhile, takewhile
 
 from rekindle.chat.messages import SYSTEM_ROLES
 from rekindle.chat.prompt import Prompt
 from rekindle.engine.base import Capabilities, KvType, Matrix, Sampled, Sampler, Sequence, Work
-from rekindle.kvcache.block import Block, WriteBack, chain_key
+from rekindle.fair_queue import FairShare
+from rekindle.kvcache.block import Block, PrefixHandle, WriteBack, chain_key
+from rekindle.kvcache.entries.entry import Entry
 from rekindle.kvcache.plan import Plan
 from rekindle.kvcache.tiers.base import Fetch
 from rekindle.protocol.events import CacheReport, Delta, Event, Reason
@@ -84,35 +87,22 @@ def interval_tokens(capabilities: Capabilities) -> int:
     return -(-bounded // capabilities.step_tokens) * capabilities.step_tokens
 
 
+@dataclass(slots=True, eq=False)
 class Restoration:
     """Progress of restoring the blocks of a plan into a sequence."""
 
-    __slots__ = (
-        "blocks",
-        "fetches",
-        "plan",
-        "problem",
-        "read_bytes",
-        "reads_since_s",
-        "restored",
-        "tiers",
-        "waits_since_s",
-    )
-
-    def __init__(self, plan: Plan[Sequence]) -> None:
-        self.plan = plan
-        self.blocks = plan.blocks
-        self.restored = 0  # number of blocks that are in the sequence
-        self.fetches: list[Fetch] = []  # reads of the next blocks, in order
-        self.tiers: set[str] = set()  # where restored blocks came from
-        self.waits_since_s: float | None = None  # for a tier to answer
-        self.reads_since_s = 0.0  # start of the current series of reads
-        self.read_bytes = 0  # read in that series
-        self.problem: Reason | None = None  # why not everything was restored
+    plan: Plan[Sequence]
+    restored: int = 0  # number of blocks that are in the sequence
+    fetches: list[Fetch] = field(default_factory=list)  # reads of the next blocks, in order
+    tiers: set[str] = field(default_factory=set)  # where restored blocks came from
+    waits_since_s: float | None = None  # start of the wait for a tier
+    reads_since_s: float = 0.0  # start of the current series of reads
+    read_bytes: int = 0  # read in that series
+    problem: Reason | None = None  # why not everything was restored
 
     @property
     def rest(self) -> tuple[Block, ...]:
-        return self.blocks[self.restored :]
+        return self.plan.blocks[self.restored :]
 
     @property
     def unclaimed(self) -> tuple[Block, ...]:
@@ -132,14 +122,12 @@ class Restoration:
         return next((fetch for fetch in self.fetches if block.key in fetch.blocks), None)
 
 
+@dataclass(slots=True, eq=False)
 class Requantisation:
     """The sequence that holds the state of a turn, and the one that it is converted into."""
 
-    __slots__ = ("into", "source")
-
-    def __init__(self, source: Sequence) -> None:
-        self.source = source
-        self.into: Sequence | None = None  # None until there is room for it
+    source: Sequence
+    into: Sequence | None = None  # None until there is room for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +164,15 @@ class Turn:
         self.stopwatch = stopwatch
         self.id = encoded.request.turn
         self.request = encoded.request
+        self.tenant = encoded.request.salt
         self.namespace = encoded.namespace
         self.precision = encoded.precision
         self.prompt_tokens = len(encoded.prompt.tokens)
         self.tokens = TokenBuffer(encoded.prompt.tokens)
         self.report: CacheReport | None = None  # set when it first starts
+        # The owners of its state: while it runs, and after its end.
+        self.handle: PrefixHandle | None = None
+        self.entry: Entry | None = None
         self.problem: Reason | None = None  # why planned state was not reused
         # In the engine.
         self.sequence: Sequence | None = None
@@ -195,7 +187,7 @@ class Turn:
         self.shown: tuple[Media, Matrix] | None = None  # the next image and its vectors
         self.waits_for_vectors = False  # until they are read from disk
         # In the queue.
-        self.place = 0  # in the queue, the lowest first
+        self.place = 0  # among the turns of its tenant, the lowest first
         self.chunk_tokens = 0  # computed since it last came to the front of the prefill queue
         self.restarts = 0
         self.is_started = False
@@ -331,52 +323,81 @@ class Turn:
 
 # A turn waits for another one that is computing a shared prefix of at least this length.
 MIN_SHARED_TOKENS = 32
-# Number of turns that a turn overtakes for each point of its priority.
+# Number of its tenant's turns that a turn overtakes for each point of its priority.
 OVERTAKEN_TURNS = 8
 
 
 class TurnQueues:
-    """Each queue is ordered by the turns' places."""
+    """The turns by what they do now. In each queue the turns of a tenant are ordered by place.
+
+    Tenants take turns: one that has started few turns, or restored few bytes, comes before one that
+    has had more. Priority counts among the turns of one tenant only.
+    """
 
     def __init__(self) -> None:
-        self.waiting: list[Turn] = []
+        self._waiting: dict[bytes, list[Turn]] = {}  # by tenant
         self.restoring: list[Turn] = []  # or being requantised
         self.running: list[Turn] = []
         self.ended: list[Turn] = []  # which still hold their sequences
-        self._tickets = 0
+        self._open: Counter[bytes] = Counter()  # turns of each tenant that have not ended
+        self._tickets: Counter[bytes] = Counter()  # the last one of each tenant that has turns
+        self._started_turns: FairShare[Turn] = FairShare(tenant_of)
+        self._moved_bytes: FairShare[Turn] = FairShare(tenant_of)
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.restoring) + len(self.running)
+        return self._open.total()
 
     def __iter__(self) -> Iterator[Turn]:
-        return iter([*self.waiting, *self.restoring, *self.running])
+        waiting = chain.from_iterable(self._waiting.values())
+        return iter([*waiting, *self.restoring, *self.running])
+
+    @property
+    def waiting(self) -> int:
+        """Number of turns that wait to start."""
+        return len(self) - self.started
 
     def submit(self, turn: Turn) -> None:
-        """Add a turn. Its priority moves it ahead of a limited number of turns, so no turn waits
-        forever."""
-        self._tickets += 1
-        turn.place = self._tickets - OVERTAKEN_TURNS * turn.request.priority
-        insert(self.waiting, turn)
+        """Add a turn. Its priority moves it ahead of a limited number of its tenant's turns, so no
+        turn waits forever."""
+        self._open[turn.tenant] += 1
+        self._tickets[turn.tenant] += 1
+        turn.place = self._tickets[turn.tenant] - OVERTAKEN_TURNS * turn.request.priority
+        self.wait(turn)
+
+    def wait(self, turn: Turn) -> None:
+        """Put a turn that is in no queue at its place among the waiting turns of its tenant."""
+        insert(self._waiting.setdefault(turn.tenant, []), turn)
+
+    def wait_first(self, turn: Turn) -> None:
+        """Put a turn that has already run before all waiting turns of its tenant."""
+        self._waiting.setdefault(turn.tenant, []).insert(0, turn)
 
     def remove(self, turn: Turn) -> None:
-        for turns in (self.waiting, self.restoring, self.running):
+        """Remove a turn from its queue, to put it into another one."""
+        waiting = self._waiting.get(turn.tenant, [])
+        for turns in (waiting, self.restoring, self.running):
             if turn in turns:
                 turns.remove(turn)
+        if not waiting:
+            self._waiting.pop(turn.tenant, None)
+
+    def begin(self, turn: Turn) -> None:
+        """Take a waiting turn out, because it starts. It counts for its tenant."""
+        self.remove(turn)
+        self._started_turns.charge(turn.tenant, 1)
 
     def end(self, turn: Turn) -> None:
         self.remove(turn)
         turn.sampler = None
         self.ended.append(turn)
+        self._open[turn.tenant] -= 1
+        if not self._open[turn.tenant]:
+            del self._open[turn.tenant], self._tickets[turn.tenant]
 
     @property
     def started(self) -> int:
         """Turns that hold memory: running and restoring ones."""
         return len(self.running) + len(self.restoring)
-
-    def are_all(self, turns: int, parallel: int) -> bool:
-        """Whether this many turns are all that have started, and no other one can start now."""
-        is_full = not self.waiting or self.started >= parallel
-        return is_full and self.started == turns
 
     def take_started(self) -> list[Turn]:
         """Remove and return all turns that hold memory."""
@@ -385,14 +406,41 @@ class TurnQueues:
         self.restoring.clear()
         return started
 
-    def next_to_start(self, exact_sequences: int) -> Turn | None:
-        """The first waiting turn that may start. `exact_sequences` limits exact turns."""
-        return next((turn for turn in self.waiting if self._may_start(turn, exact_sequences)), None)
+    def next_to_start(self, exact_sequences: int, has_room: Callable[[bytes], bool]) -> Turn | None:
+        """The first turn that may start, of the tenant that has started the fewest turns.
 
-    def _may_start(self, turn: Turn, exact_sequences: int) -> bool:
-        if turn.request.exact and self._exact_sequences >= exact_sequences:
-            return False
-        return not self._follows(turn)
+        `exact_sequences` limits exact turns, and `has_room` tells which tenants may start one.
+        """
+        for tenant in self._started_turns.order(self._waiting):
+            if not has_room(tenant):
+                continue
+            for turn in self._waiting[tenant]:
+                may_open = not turn.request.exact or self._exact_sequences < exact_sequences
+                if may_open and not self._follows(turn):
+                    return turn
+        return None
+
+    def next_to_restore(self) -> list[Turn]:
+        """All restoring turns. The tenant for which the fewest bytes were moved comes first."""
+        return self._moved_bytes.interleave(self.restoring)
+
+    def next_to_requantise(self) -> list[Turn]:
+        """All turns that requantise or are about to, in the same order."""
+        started = [turn for turn in self.restoring if turn.requantisation]
+        ready = [turn for turn in self.running if turn.must_requantise]
+        return self._moved_bytes.interleave([*started, *ready])
+
+    def count_moved(self, turn: Turn, moved_bytes: int) -> None:
+        """Count state that was restored or requantised for a turn."""
+        self._moved_bytes.charge(turn.tenant, moved_bytes)
+
+    def to_preempt(self, holding: list[Turn]) -> Turn:
+        """The turn that gives up its cells: the last one of the tenant that holds the most."""
+        held_tokens: Counter[bytes] = Counter()
+        for turn in holding:
+            held_tokens[turn.tenant] += turn.held_tokens
+        [(tenant, _)] = held_tokens.most_common(1)
+        return max((turn for turn in holding if turn.tenant == tenant), key=lambda turn: turn.place)
 
     @property
     def _exact_sequences(self) -> int:
@@ -431,6 +479,10 @@ def _leads(leader: Turn, turn: Turn) -> bool:
 
 
 def insert(turns: list[Turn], turn: Turn) -> None:
-    """Insert a turn by its place."""
-    behind = (at for at, other in enumerate(turns) if other.place > turn.place)
-    turns.insert(next(behind, len(turns)), turn)
+    """Insert a turn before the turns of its tenant that have a later place."""
+    own = ((at, other) for at, other in enumerate(turns) if other.tenant == turn.tenant)
+    turns.insert(next((at for at, other in own if other.place > turn.place), len(turns)), turn)
+
+
+def tenant_of(turn: Turn) -> bytes:
+    return turn.tenant

@@ -17,6 +17,7 @@ from rekindle.kvcache.disk.image_files import PictureFiles
 from rekindle.kvcache.disk.secret import read_secret, read_secret_file
 from rekindle.kvcache.entries.entries import Entries
 from rekindle.kvcache.entries.entry import Clock, Entry
+from rekindle.kvcache.entries.retention import EntryLimits
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Tier
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -94,9 +95,10 @@ def open_storage(
     log: Log,
     allocate: Allocate = plain_memory,
     on_remove: Callable[[Entry], None] = lambda _entry: None,
+    on_forget: Callable[[Entry], None] = lambda _entry: None,
 ) -> Storage:
     """Open RAM, and the folder in the background if there is one. Blocks are read into memory from
-    `allocate`. `on_remove` is called with each deleted entry."""
+    `allocate`. `Entries` describes the callbacks."""
     settings, clock = load.settings, Clock()
     found = _find_disk(load, budgets.disk_bytes, capabilities, log)
     shares = RamShares.of(budgets.ram_bytes, capabilities, has_disk=found.open is not None)
@@ -110,13 +112,14 @@ def open_storage(
         readers=_readers(capabilities),
     )
     store = _open_store(settings, shares, capabilities.block_tokens, disk, log)
-    journal, entries_bytes = disk.journal if disk else None, shares.entries_bytes
-    entries = Entries(store, clock, journal, limit_bytes=entries_bytes, on_remove=on_remove)
+    layout = capabilities.kv_layout
+    limits = EntryLimits(shares.entries_bytes, layout.token_bytes, layout.checkpoint_bytes)
+    journal = disk.journal if disk else None
+    entries = Entries(store, clock, journal, limits, on_remove=on_remove, on_forget=on_forget)
     open_files = partial(
         PictureFiles, secret=found.secret, on_read=on_event, floor_bytes=settings.disk_floor
     )
     opener = open_files if capabilities.sees else None
-    pictures = EncodedPictures(shares.pictures_bytes, clock.steady_s, opener)
     return Storage(
         settings,
         store,
@@ -124,7 +127,7 @@ def open_storage(
         clock,
         secret=found.secret,
         log=log,
-        pictures=pictures,
+        pictures=EncodedPictures(shares.pictures_bytes, clock.steady_s, opener),
         disk=disk,
         no_disk_reason=found.no_disk_reason,
         gives_way=capabilities.device == "cpu",

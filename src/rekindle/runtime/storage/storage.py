@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 from rekindle.engine.base import Capabilities
@@ -28,7 +28,7 @@ from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.protocol.admin import Stats
 from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import RuntimeSettings
-from rekindle.runtime.device.images import EncodedPictures
+from rekindle.runtime.device.images import EncodedPictures, picture_key
 from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
 
 MIN_QUEUE_BYTES = 16 << 20
@@ -69,45 +69,39 @@ class RamShares:
         )
 
 
+@dataclass(eq=False)
 class Storage:
     """Owned by the engine's thread, which passes it the events of the tiers' threads."""
 
-    def __init__(
-        self,
-        settings: RuntimeSettings,
-        store: Store,
-        entries: Entries,
-        clock: Clock,
-        *,
-        secret: bytes,
-        log: Log,
-        pictures: EncodedPictures,
-        disk: DiskTier | None = None,
-        no_disk_reason: str = "off",
-        gives_way: bool = True,
-    ) -> None:
-        self.settings = settings
-        self.store = store
-        self.entries = entries
-        self.clock = clock
-        self.secret = secret
-        self.pictures = pictures
-        self.device_estimator = HitDensity()  # of idle state in the engine's memory
-        self.disk = disk
-        self._no_disk_reason = no_disk_reason
-        self._log = log
-        self._gives_way = gives_way  # the engine computes on the cores that writing uses
+    settings: RuntimeSettings
+    store: Store
+    entries: Entries
+    clock: Clock
+    _: KW_ONLY
+    secret: bytes
+    log: Log
+    pictures: EncodedPictures
+    disk: DiskTier | None = None
+    no_disk_reason: str = "off"
+    gives_way: bool = True  # the engine computes on the cores that writing uses
+    #: The estimator for idle state in the engine's memory.
+    device_estimator: HitDensity = field(default_factory=HitDensity, init=False)
+
+    def __post_init__(self) -> None:
+        disk, store, entries = self.disk, self.store, self.entries
         self._entries_bytes = entries.budget.limit_bytes
         self._ticks = 0
         self._chunks = 0  # of blocks that were loaded from the folder
         if disk and not disk.is_open:
-            self._no_disk_reason = "opening"
+            self.no_disk_reason = "opening"
         else:
             if disk:  # before the blocks, because an entry says which tenant owns a namespace
                 entries.load(disk.folder.index_db.entries())
                 self._attach_pictures(disk.folder)
             store.load()
             entries.settle()
+            for _ in self._finish_loading():
+                pass
             if disk:
                 self._load_policy_state(disk.folder)
         self._logged_states = {tier.name: tier.state for tier in store.tiers}
@@ -115,39 +109,42 @@ class Storage:
     @property
     def is_settled(self) -> bool:
         """Whether the folder is loaded, or known to be unavailable for now."""
-        return self._no_disk_reason != "opening" or (self.disk is not None and self.disk.is_open)
+        return self.no_disk_reason != "opening" or (self.disk is not None and self.disk.is_open)
 
     @property
     def is_on_disk(self) -> bool:
         """Whether there is a folder, even if it is still being loaded."""
         is_open = self.disk is not None and self.disk.is_open
-        return is_open or self._no_disk_reason == "opening"
+        return is_open or self.no_disk_reason == "opening"
 
     @property
     def conversations(self) -> int | None:
         """The number of remembered conversations; None while the folder is being loaded."""
         return len(self.entries) if self.is_settled else None
 
-    def on_event(self, event: StorageEvent) -> None:
-        """Handle an event of a tier. Logs once when a tier starts or stops failing."""
+    def on_event(self, event: StorageEvent) -> Pieces[None] | None:
+        """Handle an event of a tier. Logs once when a tier starts or stops failing. Returns work
+        that remains to be done between steps."""
         if isinstance(event, PictureRead):
             self.pictures.on_read(event)
-            return
+            return None
         self.store.on_event(event)
         match event:
             case TierUnavailable(_, state, reason):
-                if state != self._no_disk_reason:
-                    self._no_disk_reason = state
-                    self._log(unavailable_line(self.settings.cache_dir, state, reason))
+                if state != self.no_disk_reason:
+                    self.no_disk_reason = state
+                    self.log(unavailable_line(self.settings.cache_dir, state, reason))
             case TierOpened():
                 self._on_opened()
             case BlocksFound(is_all=is_all):
                 self._on_blocks_found(is_all=is_all)
+                return self._finish_loading() if is_all else None
             case Written() | WriteFailed():  # only a write shows whether a tier works
                 tier = next(each for each in self.store.tiers if each.name == event.tier)
                 if tier.state != self._logged_states[tier.name]:
                     self._logged_states[tier.name] = tier.state
-                    self._log(state_line(tier, getattr(event, "reason", "")))
+                    self.log(state_line(tier, getattr(event, "reason", "")))
+        return None
 
     def _on_opened(self) -> None:
         """Load the entries of the folder. Its blocks follow."""
@@ -155,11 +152,11 @@ class Storage:
         assert self.disk.opening is not None
         folder = self.disk.opening.folder
         assert folder is not None
-        if self._no_disk_reason != "opening":
-            self._log(LogLine("info", "the disk cache can be used now"))
-        self._no_disk_reason = "opening"
+        if self.no_disk_reason != "opening":
+            self.log(LogLine("info", "the disk cache can be used now"))
+        self.no_disk_reason = "opening"
         for line in opened_lines(folder):
-            self._log(line)
+            self.log(line)
         disk_bytes = max(folder.limit_bytes // 64, MIN_ENTRIES_DISK_BYTES)
         entries_bytes = min(self._entries_bytes, disk_bytes)
         self.entries.budget.limit_bytes = entries_bytes
@@ -172,7 +169,7 @@ class Storage:
         try:
             is_open = self.pictures.attach(folder.path, limit_bytes)
         except OSError as error:
-            self._log(LogLine("warning", f"encoded images are kept in memory only: {error}"))
+            self.log(LogLine("warning", f"encoded images are kept in memory only: {error}"))
             return 0
         return limit_bytes if is_open else 0
 
@@ -189,6 +186,21 @@ class Storage:
             self.store.join(self.disk)
             self._load_policy_state(self.disk.folder)  # last, because loading blocks counts as uses
 
+    def _finish_loading(self) -> Pieces[None]:
+        """Adopt state that no entry uses, and remove the files of images that no entry has."""
+        for number, _ in enumerate(self.entries.adopt(), start=1):
+            if number % PIECE_ENTRIES == 0:
+                yield
+        if self.pictures.files is not None:
+            shown = tuple(self.entries.index.pictures)
+            self.pictures.files.retain(picture_key(*each) for each in shown)
+
+    def drop_pictures(self, tenant: bytes, digests: Iterable[bytes]) -> None:
+        """Free the vectors of images that no entry of the tenant has."""
+        for digest in digests:
+            if (tenant, digest) not in self.entries.index.pictures:
+                self.pictures.drop(picture_key(tenant, digest))
+
     def _load_policy_state(self, folder: Folder) -> None:
         """Continue with what eviction learned in the previous process."""
         for name, estimator in self._estimators.items():
@@ -197,7 +209,7 @@ class Storage:
                     estimator.load(folder.policy_state[name])
                 except ValueError as error:
                     line = f"eviction in {name} starts learning again: {error}"
-                    self._log(LogLine("warning", line))
+                    self.log(LogLine("warning", line))
 
     def _back_up(self, disk: DiskTier) -> None:
         disk.back_up({name: estimator.dump() for name, estimator in self._estimators.items()})
@@ -209,20 +221,13 @@ class Storage:
 
     def give_way(self, busy: bool) -> None:
         """Called around every step. On a CPU, writing would slow down the turns."""
-        if self._gives_way and self.disk:
+        if self.gives_way and self.disk:
             self.disk.give_way(busy)
-
-    def tick(self) -> None:
-        """Do all of the upkeep."""
-        for _ in self.upkeep():
-            pass
 
     def upkeep(self) -> Pieces[None]:
         """Once a minute: delete expired entries and retry failed tiers."""
-        for number, entry in enumerate(self.entries.index.of(None), start=1):
-            if entry.place:  # otherwise it was removed in the meantime
-                self.entries.expire(entry)
-            if number % PIECE_ENTRIES == 0:
+        for number, (_, freed_bytes) in enumerate(self.entries.expire_due(), start=1):
+            if freed_bytes is not None or number % PIECE_ENTRIES == 0:
                 yield
         self.store.retry()
         self._ticks += 1
@@ -237,7 +242,7 @@ class Storage:
     def add_totals(self, stats: Stats) -> None:
         """Add the figures of the whole runtime, for an admin."""
         stats.ram_limit_bytes = self.store.tiers[0].budget.limit_bytes
-        stats.disk_state = self._no_disk_reason
+        stats.disk_state = self.no_disk_reason
         if (disk := self.disk) and disk.is_open:
             stats.disk_limit_bytes = disk.budget.limit_bytes
             stats.disk_state = disk.state if self.store.fetches.answers(disk) else "hung"
@@ -257,7 +262,7 @@ class Storage:
         self.store.write_back.write_everything()
         pending_bytes = sum(tier.pending_bytes for tier in self.store.tiers)
         if pending_bytes > 64 << 20:
-            self._log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
+            self.log(LogLine("info", f"writing {pending_bytes // 10**6} MB of state to disk"))
         if self.disk:
             self._back_up(self.disk)
         self.pictures.close()  # before another process can lock the folder
@@ -281,31 +286,25 @@ def opened_lines(folder: Folder) -> list[LogLine]:
     found = folder.recovery
     if found.set_aside is not None:
         source = "its backup is used" if found.restored_from_backup else "names and pins are lost"
-        lines.append(
-            LogLine(
-                "warning",
-                f"the index of the disk cache cannot be used ({found.damage}): it was moved to "
-                f"{found.set_aside}, {source}, and blocks were indexed again: {found.adopted}, "
-                f"lost: {found.lost}, quarantined: {found.quarantined}",
-            )
+        text = (
+            f"the index of the disk cache cannot be used ({found.damage}): it was moved to "
+            f"{found.set_aside}, {source}, and blocks were indexed again: {found.adopted}, "
+            f"lost: {found.lost}, quarantined: {found.quarantined}"
         )
+        lines.append(LogLine("warning", text))
     elif found.rebuilt or found.lost or found.quarantined:
-        lines.append(
-            LogLine(
-                "warning",
-                f"the disk cache needed repair: index rebuilt: {found.rebuilt}, blocks lost: "
-                f"{found.lost}, quarantined: {found.quarantined}, found again: {found.adopted}",
-            )
+        text = (
+            f"the disk cache needed repair: index rebuilt: {found.rebuilt}, blocks lost: "
+            f"{found.lost}, quarantined: {found.quarantined}, found again: {found.adopted}"
         )
+        lines.append(LogLine("warning", text))
     if folder.superseded_bytes:
-        lines.append(
-            LogLine(
-                "info",
-                f"{folder.superseded_bytes / 1e6:.1f} MB of this model's state come from another "
-                "build of the engine, other engine settings or another secret: they are not used, "
-                "and are removed when space is needed",
-            )
+        text = (
+            f"{folder.superseded_bytes / 1e6:.1f} MB of this model's state come from another "
+            "build of the engine, other engine settings or another secret: they are not used, "
+            "and are removed when space is needed"
         )
+        lines.append(LogLine("info", text))
     return lines
 
 
