@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from ipaddress import ip_address
 
 import pytest
 
 from rekindle.errors import BadMedia, MediaRefused
-from rekindle.media.addresses import AllowList, is_public, parse_listed, parse_web_url
+from rekindle.media.addresses import (
+    AllowList,
+    interface_addresses,
+    is_public,
+    parse_listed,
+    parse_web_url,
+)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +144,21 @@ def test_a_redirect_may_be_relative(location: str, leads_to: str) -> None:
 def test_a_redirect_is_parsed_as_strictly(location: str) -> None:
     with pytest.raises(BadMedia):
         parse_web_url("http://example.com/").joined(location)
+
+
+def test_a_public_address_of_this_machine_has_to_be_listed() -> None:
+    own, other = ip_address("93.184.216.34"), ip_address("93.184.216.35")
+    assert AllowList().allows("x", other, {own})
+    assert not AllowList().allows("x", own, {own})
+    assert AllowList(["93.184.216.34"]).allows("x", own, {own})
+    assert AllowList(["me.test"]).allows("me.test", own, {own})
+
+
+def test_the_addresses_of_this_machine_are_those_that_a_socket_can_be_bound_to() -> None:
+    found = interface_addresses()
+    assert ip_address("127.0.0.1") in found
+    for address in found:
+        if not address.is_link_local:  # which needs the name of its interface
+            family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+            with socket.socket(family) as sock:
+                sock.bind((str(address), 0))

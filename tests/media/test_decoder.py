@@ -14,11 +14,11 @@ import uvloop
 
 from rekindle.errors import BadMedia
 from rekindle.media.decoder import Decoder, DecoderProcess
-from rekindle.media.jobs import Frame, ImageJob, Job, Sizing, VideoJob
+from rekindle.media.jobs import Frame, FrameSampling, MediaJob, Sizing
 from tests.media.files import clip, plain, png, saved
 
 PATIENCE_S = 60.0
-IMAGE = ImageJob(saved(plain()), False, Sizing(2048))
+IMAGE = MediaJob(saved(plain()), False, Sizing(2048))
 SIZE = [(30, 20)]
 
 
@@ -58,7 +58,7 @@ def sizes(frames: list[Frame]) -> list[tuple[int, int]]:
     return [(frame.width, frame.height) for frame in frames]
 
 
-async def decode(decoder: Decoder, job: ImageJob | VideoJob = IMAGE) -> list[tuple[int, int]]:
+async def decode(decoder: Decoder, job: MediaJob = IMAGE) -> list[tuple[int, int]]:
     return sizes(await decoder.decode(job, b""))
 
 
@@ -83,9 +83,9 @@ def test_one_process_decodes_many_files(with_decoder: WithDecoder) -> None:
     async def work(decoder: Decoder) -> None:
         assert await decode(decoder) == SIZE
         first = only_child(decoder)
-        text = ImageJob(base64.b64encode(IMAGE.data), True, Sizing(2048, (5, 6)))
+        text = MediaJob(base64.b64encode(IMAGE.data), True, Sizing(2048, (5, 6)))
         assert await decode(decoder, text) == [(5, 6)]
-        video = VideoJob(clip(), False, Sizing(768), 1.0, 16)
+        video = MediaJob(clip(), False, Sizing(768), FrameSampling(1.0, 16))
         assert await decode(decoder, video) == [(64, 48)] * 4
         assert only_child(decoder) == first
 
@@ -102,14 +102,14 @@ def test_an_image_does_not_wait_for_videos() -> None:
             super().__init__(processes=2)
             self.let_go = asyncio.Event()
 
-        async def _run(self, process: DecoderProcess, job: Job) -> list[Frame]:
-            if isinstance(job, VideoJob):
+        async def _run(self, process: DecoderProcess, job: MediaJob) -> list[Frame]:
+            if job.sampling:
                 await self.let_go.wait()
             return await super()._run(process, job)
 
     async def work() -> None:
         decoder = Held()
-        video = VideoJob(clip(frames=1), False, Sizing(768), 1.0, 1)
+        video = MediaJob(clip(frames=1), False, Sizing(768), FrameSampling(1.0, 1))
         videos = [asyncio.create_task(decode(decoder, video)) for _ in range(4)]
         async with asyncio.timeout(PATIENCE_S):
             assert await decode(decoder) == SIZE
@@ -128,7 +128,7 @@ def test_an_invalid_file_does_not_cost_the_process(
         first = only_child(decoder)
         for data in (b"<svg/>", IMAGE.data[:40], png(30_000, 30_000, b"")):
             with pytest.raises(BadMedia):
-                await decode(decoder, ImageJob(data, False, Sizing(2048)))
+                await decode(decoder, MediaJob(data, False, Sizing(2048)))
         assert await decode(decoder) == SIZE
         assert only_child(decoder) == first
 

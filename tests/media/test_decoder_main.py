@@ -9,7 +9,7 @@ import pytest
 
 from rekindle.errors import BadMedia
 from rekindle.media.decoder import Decoder
-from rekindle.media.jobs import ImageJob, Job, Sizing, VideoJob
+from rekindle.media.jobs import FrameSampling, MediaJob, Sizing
 from tests.media.files import clip, corner, saved
 from tests.support.rounds import rounds
 
@@ -36,17 +36,17 @@ def damaged(whole: bytes, chance: random.Random) -> bytes:
     return bytes(data or b"x")
 
 
-def jobs(count: int, seed: int) -> list[Job]:
+def jobs(count: int, seed: int) -> list[MediaJob]:
     chance = random.Random(seed)
     images = [saved(corner(), format) for format in FORMATS]
     videos = [clip(frames=8, format=format, codec=codec) for format, codec in CONTAINERS]
-    made: list[Job] = []
+    made: list[MediaJob] = []
     for number in range(count):
         if number % 2:
             data = damaged(chance.choice(videos), chance)
-            made.append(VideoJob(data, False, Sizing(768), 10.0, 8))
+            made.append(MediaJob(data, False, Sizing(768), FrameSampling(10.0, 8)))
         else:
-            made.append(ImageJob(damaged(chance.choice(images), chance), False, Sizing(2048)))
+            made.append(MediaJob(damaged(chance.choice(images), chance), False, Sizing(2048)))
     return made
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import threading
 from collections.abc import Iterator
 from ipaddress import ip_address
 from unittest.mock import patch
@@ -11,9 +12,10 @@ from unittest.mock import patch
 import httpcore
 import pytest
 
-from rekindle.errors import BadMedia, MediaRefused
+from rekindle.errors import BadMedia, MediaRefused, TooManyRequests
+from rekindle.media import fetcher as fetcher_module
 from rekindle.media.addresses import Address, AllowList
-from rekindle.media.fetcher import Fetcher, FetchLimits, SystemResolver
+from rekindle.media.fetcher import MAX_TENANT_LOOKUPS, Fetcher, FetchLimits, SystemResolver
 from tests.media.attacker import PEM, Attacker, Canary, attacking
 
 MAX_BYTES = 1 << 20
@@ -28,7 +30,7 @@ class Names:
         self.answers = {name.replace("_", "."): given for name, given in answers.items()}
         self.asked: list[str] = []
 
-    async def __call__(self, host: str) -> list[Address]:
+    async def __call__(self, host: str, _tenant: bytes) -> list[Address]:
         self.asked.append(host)
         answers = self.answers.get(host, [])
         answer = answers.pop(0) if len(answers) > 1 else answers[0] if answers else ""
@@ -174,14 +176,89 @@ def test_addresses_of_the_systems_resolver_are_checked(canary: Canary) -> None:
     fetcher = Fetcher(AllowList())
     with pytest.raises(MediaRefused):
         asyncio.run(fetcher.fetch(f"http://localhost:{canary.port}/", MAX_BYTES))
-    fetcher.close()
+
+
+@pytest.mark.parametrize("host", ["own.test", PUBLIC])
+def test_a_public_address_of_this_machine_is_not_connected_to(host: str) -> None:
+    """The canary would be a service on the machine's public interface that trusts local clients."""
+    names, own = Names(own_test=[PUBLIC]), frozenset({ip_address(PUBLIC)})
+    fetcher = Fetcher(AllowList(), limits=PATIENT, resolve=names, own_addresses=lambda: own)
+    with (
+        patch.object(httpcore.AnyIOBackend, "connect_tcp", side_effect=AssertionError("connected")),
+        pytest.raises(MediaRefused, match="no public address of another machine"),
+    ):
+        asyncio.run(fetcher.fetch(f"http://{host}/", MAX_BYTES))
+
+
+def test_an_address_of_this_machine_that_no_interface_shows_is_noticed(attacker: Attacker) -> None:
+    """As with routes that make a whole network local."""
+    attacker.requests.clear()
+    fetcher = Fetcher(AllowList(), limits=PATIENT, own_addresses=frozenset)
+    with (
+        patch("rekindle.media.addresses.is_public", return_value=True),
+        pytest.raises(MediaRefused, match="this server's own machine"),
+    ):
+        asyncio.run(fetcher.fetch(f"http://127.0.0.1:{attacker.port}/red.png", MAX_BYTES))
+    assert attacker.requests == []
 
 
 def test_the_systems_resolver_finds_names() -> None:
     resolver = SystemResolver()
-    assert ip_address("127.0.0.1") in asyncio.run(resolver("localhost"))
-    assert asyncio.run(resolver("no-such-name.invalid")) == []
-    resolver.close()
+    assert ip_address("127.0.0.1") in asyncio.run(resolver("localhost", b""))
+    assert asyncio.run(resolver("no-such-name.invalid", b"")) == []
+
+
+def test_names_that_never_resolve_hold_no_lookups_of_other_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fetcher_module, "LOOKUP_S", 0.05)
+    answering = threading.Event()
+
+    def look_up(host: str) -> list[str]:
+        if host == "hanging.test":
+            answering.wait()
+        return [PUBLIC]
+
+    async def scene() -> None:
+        resolver = SystemResolver(look_up)
+        hanging = [resolver("hanging.test", b"a") for _ in range(MAX_TENANT_LOOKUPS)]
+        for error in await asyncio.gather(*hanging, return_exceptions=True):
+            assert isinstance(error, BadMedia)
+            assert "not resolved within" in str(error)
+        with pytest.raises(TooManyRequests):  # until the system has given up on its names
+            await resolver("quick.test", b"a")
+        monkeypatch.setattr(fetcher_module, "LOOKUP_S", 60.0)
+        assert await resolver("quick.test", b"b") == [ip_address(PUBLIC)]
+        answering.set()
+        while resolver._running:
+            await asyncio.sleep(0.001)
+        assert await resolver("quick.test", b"a") == [ip_address(PUBLIC)]
+
+    try:
+        asyncio.run(asyncio.wait_for(scene(), 30))
+    finally:
+        answering.set()
+
+
+def test_a_request_that_is_cancelled_frees_its_lookup_when_the_system_answers() -> None:
+    answering = threading.Event()
+
+    def look_up(_host: str) -> list[str]:
+        answering.wait()
+        return [PUBLIC]
+
+    async def scene() -> None:
+        resolver = SystemResolver(look_up)
+        asking = asyncio.create_task(resolver("hanging.test", b"a"))
+        await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        answering.set()
+        while resolver._running:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(scene(), 30))
 
 
 @pytest.mark.parametrize(

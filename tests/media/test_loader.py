@@ -7,7 +7,7 @@ import base64
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -17,16 +17,14 @@ from rekindle.media import loader
 from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
 from rekindle.media.fetcher import Fetcher, FetchLimits
-from rekindle.media.jobs import LIMITS, Frame, ImageJob, Job, Sizing, VideoJob
+from rekindle.media.jobs import LIMITS, Frame, FrameSampling, MediaJob, Sizing
 from rekindle.media.loader import (
-    FrameSampling,
-    ImageCache,
+    MAX_TENANT_FETCHES,
     LoadedImage,
     MediaLoader,
     MediaSource,
     cache_key,
 )
-from rekindle.protocol.requests import picture
 from tests.media.attacker import Attacker, attacking
 from tests.media.files import BLUE, clip, plain, saved
 
@@ -40,9 +38,9 @@ class CountingDecoder(Decoder):
 
     def __init__(self) -> None:
         super().__init__(processes=1)
-        self.jobs: list[Job] = []
+        self.jobs: list[MediaJob] = []
 
-    async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
+    async def decode(self, job: MediaJob, tenant: bytes) -> list[Frame]:
         self.jobs.append(job)
         return await super().decode(job, tenant)
 
@@ -134,6 +132,7 @@ def test_a_turn_does_not_decode_the_images_of_earlier_turns_again() -> None:
         assert len(decoder.jobs) == 2
         await media.load([red], b"another tenant")
         assert len(decoder.jobs) == 3
+        assert media._cache.used_bytes == 3 * 30 * 20 * 3
 
     with_loader(work)
 
@@ -244,41 +243,46 @@ def test_one_invalid_image_cancels_the_others(attacker: Attacker) -> None:
         load(slow, image(data_url(b"text")))
 
 
-def images(count: int = 1) -> list[LoadedImage]:
-    return [LoadedImage(picture(10, 10, bytes(300))) for _ in range(count)]
-
-
-def test_the_cache_evicts_the_least_recently_used_images() -> None:
-    cache = ImageCache(900)
-    for key in (b"a", b"b", b"c"):
-        cache.put(key, images())
-    cache.get(b"a")
-    cache.put(b"d", images())
-    assert [key for key in (b"a", b"b", b"c", b"d") if cache.get(key)] == [b"a", b"c", b"d"]
-    assert cache.used_bytes == 900
-
-
-def test_the_cache_stays_within_its_budget() -> None:
-    cache = ImageCache(900)
-    cache.put(b"a", images(2))
-    cache.put(b"a", images(2))
-    cache.put(b"b", images(4))
-    assert cache.used_bytes == 600
-    assert cache.get(b"b") is None
-    cache.put(b"c", images(2))
-    assert cache.used_bytes == 600
-
-
 def test_cache_keys_differ_by_tenant_file_and_settings() -> None:
-    jobs: list[Job] = [
-        ImageJob(b"x", False, Sizing(512)),
-        ImageJob(b"y", False, Sizing(512)),
-        ImageJob(b"x", True, Sizing(512)),
-        ImageJob(b"x", False, Sizing(2048)),
-        ImageJob(b"x", False, Sizing(512, (1, 2))),
-        VideoJob(b"x", False, Sizing(512), 1.0, 4),
-        VideoJob(b"x", False, Sizing(512), 2.0, 4),
-        VideoJob(b"x", False, Sizing(512), 1.0, 5),
+    jobs: list[MediaJob] = [
+        MediaJob(b"x", False, Sizing(512)),
+        MediaJob(b"y", False, Sizing(512)),
+        MediaJob(b"x", True, Sizing(512)),
+        MediaJob(b"x", False, Sizing(2048)),
+        MediaJob(b"x", False, Sizing(512, (1, 2))),
+        MediaJob(b"x", False, Sizing(512), FrameSampling(1.0, 4)),
+        MediaJob(b"x", False, Sizing(512), FrameSampling(2.0, 4)),
+        MediaJob(b"x", False, Sizing(512), FrameSampling(1.0, 5)),
     ]
     keys = {cache_key(tenant, job) for tenant in (b"a", b"b") for job in jobs}
     assert len(keys) == 2 * len(jobs)
+
+
+def test_a_tenant_leaves_fetches_to_others() -> None:
+    """One whose hosts are slow takes half of the connections at most."""
+
+    class Waiting(Fetcher):
+        def __init__(self) -> None:
+            super().__init__(AllowList())
+            self.tenants: list[bytes] = []
+
+        async def fetch(self, *_args: Any, tenant: bytes = b"", **_options: Any) -> bytes:
+            self.tenants.append(tenant)
+            if tenant == b"slow":
+                await asyncio.Event().wait()
+            return RED_PNG
+
+    async def run() -> None:
+        fetcher = Waiting()
+        media = MediaLoader(fetcher=fetcher, decoder=DECODER)
+        sources = [image(f"http://slow.test/{number}") for number in range(40)]
+        slow = asyncio.create_task(media.load(sources, b"slow"))
+        while len(fetcher.tenants) < MAX_TENANT_FETCHES:
+            await asyncio.sleep(0)
+        found = await media.load([image("http://quick.test/")], b"quick")
+        assert len(found) == 1
+        assert fetcher.tenants.count(b"slow") == MAX_TENANT_FETCHES
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+
+    RUNNER.run(asyncio.wait_for(run(), 60))

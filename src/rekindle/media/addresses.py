@@ -7,8 +7,11 @@ to exactly the address that was checked.
 
 from __future__ import annotations
 
+import ctypes
 import re
-from collections.abc import Iterable
+import socket
+import sys
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from ipaddress import (
     AddressValueError,
@@ -67,20 +70,72 @@ def is_public(address: Address) -> bool:
 
 
 class AllowList:
-    """The hosts, addresses and networks that the operator allows, besides all public addresses."""
+    """The hosts, addresses and networks that the operator allows.
+
+    Public addresses of other machines are always allowed.
+    """
 
     def __init__(self, listed: Iterable[str] = ()) -> None:
         parsed = [parse_listed(each) for each in listed]
         self._hosts = {each for each in parsed if isinstance(each, str)}
         self._networks = [each for each in parsed if not isinstance(each, str)]
 
-    def allows(self, host: str, address: Address) -> bool:
-        """Whether the server may connect to `host`, which resolved to `address`."""
+    def allows(self, host: str, address: Address, own: Container[Address] = ()) -> bool:
+        """Whether the server may connect to `host`, which resolved to `address`.
+
+        `own` are the addresses of this machine. A service that listens on a public one may trust
+        local clients.
+        """
         return (
-            is_public(address)
+            (is_public(address) and address not in own)
             or host in self._hosts
             or any(address in network for network in self._networks)
         )
+
+
+def interface_addresses() -> frozenset[Address]:
+    """Return the addresses of all network interfaces of this machine, through `getifaddrs`.
+
+    Python has no function for it, and the name of a machine often resolves to loopback alone.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Interface)()
+    if library.getifaddrs(ctypes.byref(first)):
+        raise OSError(ctypes.get_errno(), "the addresses of this machine cannot be listed")
+    try:
+        found, each = set(), first
+        while each:
+            if address := _interface_address(each.contents.address):
+                found.add(address)
+            each = each.contents.next
+        return frozenset(found)
+    finally:
+        library.freeifaddrs(first)
+
+
+class _Interface(ctypes.Structure):
+    """The first fields of `struct ifaddrs`."""
+
+
+_Interface._fields_ = [
+    ("next", ctypes.POINTER(_Interface)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def _interface_address(sockaddr: int | None) -> Address | None:
+    if not sockaddr:
+        return None
+    header = ctypes.string_at(sockaddr, 2)
+    # BSD and macOS write the length and the family in one byte each, Linux the family in two.
+    family = int.from_bytes(header, sys.byteorder) if sys.platform == "linux" else header[1]
+    if family == socket.AF_INET:
+        return IPv4Address(ctypes.string_at(sockaddr + 4, 4))
+    if family == socket.AF_INET6:
+        return IPv6Address(ctypes.string_at(sockaddr + 8, 16))
+    return None
 
 
 def parse_listed(written: str) -> Network | str:

@@ -9,19 +9,11 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
+from contextlib import nullcontext
 
 from rekindle.errors import BadMedia
 from rekindle.fair_queue import FairSlots
-from rekindle.media.jobs import (
-    LENGTH,
-    LIMITS,
-    Frame,
-    Job,
-    Undecodable,
-    VideoJob,
-    framed,
-    read_result,
-)
+from rekindle.media.jobs import LENGTH, LIMITS, Frame, MediaJob, Result, framed, read_result
 from rekindle.protocol.requests import CHANNELS
 
 #: The environment variables of a decoder process, besides Python's. It gets no API keys.
@@ -60,19 +52,16 @@ class DecoderProcess:
     def is_running(self) -> bool:
         return self._process.returncode is None
 
-    async def run(self, job: Job) -> list[Frame]:
-        """Raises BadMedia if the file is at fault, and DecoderDied if the process is gone."""
+    async def run(self, job: MediaJob) -> Result:
+        """Raises DecoderDied if the process is gone."""
         if self._stdin.is_closing():  # uvloop would raise; asyncio would only log
             raise DecoderDied
         try:
             self._stdin.writelines(framed(job))
             await self._stdin.drain()
-            result = read_result(await _read_message(self._stdout))
+            return read_result(await _read_message(self._stdout))
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             raise DecoderDied from None
-        if isinstance(result, Undecodable):
-            raise BadMedia(result.reason)
-        return result.frames
 
     async def stop(self) -> None:
         if self.is_running:
@@ -120,15 +109,10 @@ class Decoder:
         for process in idle:
             await process.stop()
 
-    async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
+    async def decode(self, job: MediaJob, tenant: bytes) -> list[Frame]:
         """Return the image, or the frames of the video. Raises BadMedia."""
-        if isinstance(job, VideoJob):
-            async with self._video_slots.slot(tenant):
-                return await self._decode(job, tenant)
-        return await self._decode(job, tenant)
-
-    async def _decode(self, job: Job, tenant: bytes) -> list[Frame]:
-        async with self._slots.slot(tenant):
+        video_slot = self._video_slots.slot(tenant) if job.sampling else nullcontext()
+        async with video_slot, self._slots.slot(tenant):
             while self._idle:
                 try:
                     return await self._run(self._idle.pop(), job)
@@ -142,14 +126,11 @@ class Decoder:
                     "send it in another format."
                 ) from None
 
-    async def _run(self, process: DecoderProcess, job: Job) -> list[Frame]:
-        limit_s = self._video_s if isinstance(job, VideoJob) else self._image_s
+    async def _run(self, process: DecoderProcess, job: MediaJob) -> list[Frame]:
+        limit_s = self._video_s if job.sampling else self._image_s
         try:
             async with asyncio.timeout(limit_s):
-                frames = await process.run(job)
-        except BadMedia:  # the process is fine
-            self._idle.append(process)
-            raise
+                result = await process.run(job)
         except BaseException as error:
             await process.stop()
             if isinstance(error, TimeoutError):
@@ -158,4 +139,6 @@ class Decoder:
                 ) from None
             raise
         self._idle.append(process)
-        return frames
+        if isinstance(result, str):
+            raise BadMedia(result)
+        return result

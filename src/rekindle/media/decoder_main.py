@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,18 +19,13 @@ import numpy as np
 from PIL import Image
 
 from rekindle.media.image import FORMATS, DecodeError, decode_base64, decode_image
-from rekindle.media.jobs import (
-    LENGTH,
-    Decoded,
-    ImageJob,
-    Job,
-    Result,
-    Sizing,
-    Undecodable,
-    framed,
-    read_job,
-)
+from rekindle.media.jobs import LENGTH, FrameSampling, MediaJob, Result, Sizing, framed, read_job
 from rekindle.media.video import decode_video
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 
 def main() -> None:
@@ -38,8 +34,8 @@ def main() -> None:
     warnings.simplefilter("ignore")  # warnings about odd files help nobody here
     av.logging.set_level(None)
     _warm_up()
-    _limit_cpu()  # also imports `resource`, before files cannot be opened any more
-    _confine()
+    if resource is not None:
+        _confine()
     serve(sys.stdin.buffer, sys.stdout.buffer)
 
 
@@ -47,19 +43,20 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answer jobs until the front closes its end of the pipe."""
     while len(length := source.read(LENGTH.size)) == LENGTH.size:
         body = source.read(LENGTH.unpack(length)[0])
-        _limit_cpu()
+        if resource is not None:
+            _limit_cpu()
         sink.writelines(framed(_result(read_job(body))))
         sink.flush()
 
 
-def _result(job: Job) -> Result:
+def _result(job: MediaJob) -> Result:
     try:
         data = decode_base64(job.data) if job.is_base64 else job.data
-        if isinstance(job, ImageJob):
-            return Decoded([decode_image(data, job.sizing)])
-        return Decoded(decode_video(data, job.sizing, job.fps, job.max_frames))
+        if job.sampling is None:
+            return [decode_image(data, job.sizing)]
+        return decode_video(data, job.sizing, job.sampling)
     except DecodeError as error:
-        return Undecodable(str(error))
+        return str(error)
 
 
 def _warm_up() -> None:
@@ -68,7 +65,7 @@ def _warm_up() -> None:
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, format)
         decode_image(file.getvalue(), Sizing(8, (4, 4)))
-    decode_video(_tiny_clip(), Sizing(8), 1.0, 2)
+    decode_video(_tiny_clip(), Sizing(8), FrameSampling(1.0, 2))
 
 
 def _tiny_clip() -> bytes:
@@ -83,10 +80,7 @@ def _tiny_clip() -> bytes:
 
 def _confine() -> None:
     """Limit memory, and forbid files, connections and core dumps, where the system can."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
+    _limit_cpu()
     _lower(resource.RLIMIT_AS, _mapped_bytes() + (3 << 29))  # room for the largest image
     _lower(resource.RLIMIT_NOFILE, 3)  # standard input, output and error
     _lower(resource.RLIMIT_FSIZE, 0)
@@ -94,14 +88,10 @@ def _confine() -> None:
 
 
 def _lower(limit: int, value: int) -> None:
-    import resource
-
     _, hard = resource.getrlimit(limit)
     wanted = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    try:
+    with suppress(OSError, ValueError):  # macOS does not limit the address space
         resource.setrlimit(limit, (wanted, wanted))
-    except (OSError, ValueError):  # macOS does not limit the address space
-        return
 
 
 def _mapped_bytes() -> int:
@@ -115,10 +105,6 @@ def _mapped_bytes() -> int:
 
 def _limit_cpu() -> None:
     """Give the next job 60 s of CPU time. Usually the front stops a slow process earlier."""
-    try:
-        import resource
-    except ImportError:
-        return
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 60, hard))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import binascii
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 
 import numpy as np
@@ -31,6 +33,23 @@ class DecodeError(Exception):
     """The file cannot be used. The message is a sentence for the client."""
 
 
+@contextmanager
+def explained(kind: str) -> Iterator[None]:
+    """Turn every error into a DecodeError: a damaged file can make a decoder raise anything."""
+    try:
+        yield
+    except DecodeError:
+        raise
+    except UnidentifiedImageError:
+        raise DecodeError(
+            "The image format is not supported: send PNG, JPEG, WebP, GIF or BMP."
+        ) from None
+    except MemoryError:
+        raise DecodeError(f"Decoding the {kind} takes too much memory.") from None
+    except Exception as error:
+        raise DecodeError(f"The {kind} is damaged or cut short ({type(error).__name__}).") from None
+
+
 def decode_base64(text: bytes) -> bytes:
     try:
         return binascii.a2b_base64(text, strict_mode=True)
@@ -40,24 +59,13 @@ def decode_base64(text: bytes) -> bytes:
 
 def decode_image(data: bytes, sizing: Sizing) -> Frame:
     """Decode the first frame of the file. Raises DecodeError."""
-    try:
-        with Image.open(BytesIO(data), formats=FORMATS) as image:
-            check_size(*image.size)
-            turn = _orientation(image)
-            longest = max(sizing.exact or (sizing.longest,))
-            image.draft(None, (longest, longest))  # decodes a large JPEG at a fraction of its size
-            image.load()
-            return as_frame(_blendable(image), sizing, turn)
-    except DecodeError:
-        raise
-    except UnidentifiedImageError:
-        raise DecodeError(
-            "The image format is not supported: send PNG, JPEG, WebP, GIF or BMP."
-        ) from None
-    except MemoryError:
-        raise DecodeError("Decoding the image takes too much memory.") from None
-    except Exception as error:  # a damaged file can make Pillow raise anything
-        raise DecodeError(f"The image is damaged or cut short ({type(error).__name__}).") from None
+    with explained("image"), Image.open(BytesIO(data), formats=FORMATS) as image:
+        check_size(*image.size)
+        turn = _orientation(image)
+        longest = max(sizing.exact or (sizing.longest,))
+        image.draft(None, (longest, longest))  # decodes a large JPEG at a fraction of its size
+        image.load()
+        return as_frame(_blendable(image), sizing, turn)
 
 
 def check_size(width: int, height: int) -> None:
@@ -70,7 +78,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def as_frame(
-    image: Image.Image, sizing: Sizing, turn: Image.Transpose | None = None, at_s: float = 0.0
+    image: Image.Image, sizing: Sizing, turn: Image.Transpose | None, at_s: float | None = None
 ) -> Frame:
     """Resize the image, turn it upright and put it on white, in this order, as it may be large."""
     sideways = turn in [ORIENTATIONS[tag] for tag in (5, 6, 7, 8)]

@@ -34,21 +34,20 @@ class Sizing(Struct, frozen=True, array_like=True):
     exact: tuple[int, int] | None = None
 
 
-class ImageJob(Struct, tag=True, frozen=True):
-    data: bytes
-    is_base64: bool
-    sizing: Sizing
+class FrameSampling(Struct, frozen=True, array_like=True):
+    """Which frames of a video to decode."""
 
-
-class VideoJob(Struct, tag=True, frozen=True):
-    data: bytes
-    is_base64: bool
-    sizing: Sizing
     fps: float
     max_frames: int
 
 
-Job = ImageJob | VideoJob
+class MediaJob(Struct, frozen=True, array_like=True):
+    """A file to decode: a video if it has a sampling, otherwise an image."""
+
+    data: bytes
+    is_base64: bool
+    sizing: Sizing
+    sampling: FrameSampling | None = None
 
 
 class Frame(Struct, array_like=True):
@@ -57,40 +56,26 @@ class Frame(Struct, array_like=True):
     width: int
     height: int
     pixels: bytes
-    at_s: float = 0.0  # the frame's time in its video
+    at_s: float | None = None  # the time in the video; None if it is not a video frame
 
 
-class Decoded(Struct, tag=True):
-    frames: list[Frame]
+Result = list[Frame] | str  # a text is a sentence for the client that says why the file is at fault
 
 
-class Undecodable(Struct, tag=True):
-    """The file is at fault. The reason is a sentence for the client."""
-
-    reason: str
-
-
-Result = Decoded | Undecodable
-
-_encoder = msgspec.msgpack.Encoder()
-_job_decoder: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
-_result_decoder: msgspec.msgpack.Decoder[Result] = msgspec.msgpack.Decoder(Result)
-
-
-def framed(message: Job | Result) -> tuple[bytes, bytes]:
+def framed(message: MediaJob | Result) -> tuple[bytes, bytes]:
     """Return the length prefix and the message."""
-    body = _encoder.encode(message)
+    body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)), body
 
 
-def read_job(body: bytes) -> Job:
-    return _job_decoder.decode(body)
+def read_job(body: bytes) -> MediaJob:
+    return msgspec.msgpack.decode(body, type=MediaJob)
 
 
 def read_result(body: bytes) -> Result:
     """Raises ValueError, because a hostile file may have taken over the decoder process."""
-    result = _result_decoder.decode(body)
-    for frame in result.frames if isinstance(result, Decoded) else ():
+    result: Result = msgspec.msgpack.decode(body, type=Result)
+    for frame in result if isinstance(result, list) else ():
         sides = (frame.width, frame.height)
         if min(sides) < 1 or len(frame.pixels) != frame.width * frame.height * CHANNELS:
             raise ValueError("a frame's size does not match its pixels")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+from weakref import WeakValueDictionary
 
 from blake3 import blake3
 
@@ -18,18 +19,13 @@ from rekindle.lru import ByteLru
 from rekindle.media.addresses import AllowList
 from rekindle.media.decoder import Decoder
 from rekindle.media.fetcher import Fetcher
-from rekindle.media.jobs import LIMITS, ImageJob, Job, Sizing, VideoJob
+from rekindle.media.jobs import LIMITS, FrameSampling, MediaJob, Sizing
 from rekindle.protocol.requests import CHANNELS, Picture, picture
 
+MAX_FETCHES = 16  # concurrently
+MAX_TENANT_FETCHES = 8  # of them, for one tenant, so that slow hosts never take all
+
 Hold = Callable[[int], None]  # counts memory that a request uses, or raises
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FrameSampling:
-    """Which frames of a video to decode."""
-
-    fps: float
-    max_frames: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +40,6 @@ class MediaSource:
     @property
     def max_bytes(self) -> int:
         return LIMITS.video_bytes if self.sampling else LIMITS.image_bytes
-
-    def job(self, data: bytes, *, is_base64: bool) -> Job:
-        if self.sampling is None:
-            return ImageJob(data, is_base64, self.sizing)
-        sampling = self.sampling
-        return VideoJob(data, is_base64, self.sizing, sampling.fps, sampling.max_frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +62,13 @@ class MediaLoader:
         self._folders = folders
         self._fetcher = fetcher or Fetcher(AllowList(allowed))
         self._decoder = decoder or Decoder()
-        self._fetches = FairSlots(16)
-        self._cache = ImageCache()
+        self._fetches = FairSlots(MAX_FETCHES)
+        self._tenant_fetches: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
+        self._cache = ByteLru[bytes, list[LoadedImage]](
+            128 << 20, lambda _key, images: _size_bytes(images)
+        )
 
     async def close(self) -> None:
-        self._fetcher.close()
         await self._decoder.close()
 
     async def load(
@@ -106,34 +98,35 @@ class MediaLoader:
             raise type(error)(f"`{source.where}`: {error}") from None
         return images
 
-    async def _decode(self, job: Job, tenant: bytes) -> list[LoadedImage]:
+    async def _decode(self, job: MediaJob, tenant: bytes) -> list[LoadedImage]:
         key = cache_key(tenant, job)
         cached = self._cache.get(key)
         if cached is not None:
             return cached
-        is_video = isinstance(job, VideoJob)
         images = [
-            LoadedImage(
-                picture(frame.width, frame.height, frame.pixels), frame.at_s if is_video else None
-            )
+            LoadedImage(picture(frame.width, frame.height, frame.pixels), frame.at_s)
             for frame in await self._decoder.decode(job, tenant)
         ]
         self._cache.put(key, images)
         return images
 
-    async def _job(self, source: MediaSource, tenant: bytes, usage: _Usage) -> Job:
+    async def _job(self, source: MediaSource, tenant: bytes, usage: _Usage) -> MediaJob:
         """Read the source. The decoder process decodes the Base64 text of a `data:` URL."""
         scheme = source.url[:5].lower()
         if scheme == "data:":
-            return source.job(_base64(source.url, source.max_bytes), is_base64=True)
+            text = _base64(source.url, source.max_bytes)
+            return MediaJob(text, True, source.sizing, source.sampling)
         if scheme == "file:":
             url, folders = source.url, self._folders
             data = await asyncio.to_thread(read_file_url, url, folders, source.max_bytes)
             usage.add_bytes(len(data))
         else:
-            async with self._fetches.slot(tenant):
-                data = await self._fetcher.fetch(source.url, source.max_bytes, usage.add_bytes)
-        return source.job(data, is_base64=False)
+            own = self._tenant_fetches.setdefault(tenant, asyncio.Semaphore(MAX_TENANT_FETCHES))
+            async with own, self._fetches.slot(tenant):
+                data = await self._fetcher.fetch(
+                    source.url, source.max_bytes, usage.add_bytes, tenant=tenant
+                )
+        return MediaJob(data, False, source.sizing, source.sampling)
 
 
 class _Usage:
@@ -179,22 +172,10 @@ def _size_bytes(images: list[LoadedImage]) -> int:
     return sum(len(each.image.pixels) for each in images)
 
 
-class ImageCache(ByteLru[bytes, list[LoadedImage]]):
-    """Caches decoded images, so that a conversation's images are decoded once.
-
-    Keys contain the tenant, because a hit on the images of another tenant would be visible in the
-    response time.
-    """
-
-    def __init__(self, budget_bytes: int = 128 << 20) -> None:
-        super().__init__(budget_bytes, lambda _, images: _size_bytes(images))
-
-
-def cache_key(tenant: bytes, job: Job) -> bytes:
-    """Hash the file and everything that its decoding depends on."""
-    settings: tuple[object, ...] = (tenant, job.is_base64, job.sizing.longest, job.sizing.exact)
-    if isinstance(job, VideoJob):
-        settings += (job.fps, job.max_frames)
+def cache_key(tenant: bytes, job: MediaJob) -> bytes:
+    """Hash the file, everything that its decoding depends on, and the tenant, because a hit on the
+    images of another tenant would be visible in the response time."""
+    settings = (tenant, job.is_base64, job.sizing, job.sampling)
     return blake3(repr(settings).encode() + b"\0").update(job.data).digest()
 
 

@@ -19,45 +19,39 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from PIL import Image
 
-from rekindle.media.image import MAX_PIXELS, DecodeError, as_frame, check_size
-from rekindle.media.jobs import LIMITS, Frame, Sizing
+from rekindle.media.image import MAX_PIXELS, DecodeError, as_frame, check_size, explained
+from rekindle.media.jobs import LIMITS, Frame, FrameSampling, Sizing
 
 MAX_DURATION_S = 3600
 MAX_PACKETS = 500_000
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mjpeg")
-#: How to turn a frame upright, by PyAV's rotation (counterclockwise).
+#: How to turn a frame upright, by PyAV's rotation (counterclockwise) from 0 to 359 degrees.
 ROTATIONS = {
     90: Image.Transpose.ROTATE_90,
     180: Image.Transpose.ROTATE_180,
-    -180: Image.Transpose.ROTATE_180,
-    -90: Image.Transpose.ROTATE_270,
     270: Image.Transpose.ROTATE_270,
 }
 
 Packet = Any  # PyAV's, with a known `pts`
 
 
-def decode_video(data: bytes, sizing: Sizing, fps: float, max_frames: int) -> list[Frame]:
+def decode_video(data: bytes, sizing: Sizing, sampling: FrameSampling) -> list[Frame]:
     """Decode `fps` frames per second at equal distances, at most `max_frames`.
 
     Raises DecodeError.
     """
     # FFmpeg must not open other files or addresses, which playlists and references could name.
     options = {"protocol_whitelist": "none", "enable_drefs": "0"}
-    try:
-        with av.open(BytesIO(data), format=_container(data), options=options) as container:
-            stream = _video_stream(container)
-            packets = _packets(container, stream)
-            timeline = Timeline(packets, stream.time_base, stream.average_rate)
-            chosen = timeline.sampled(fps, max_frames)
-            decoded = _decoded(stream.codec_context, packets, chosen)
-            frames = _limited(_frame(frame, timeline, sizing) for frame in decoded)
-    except DecodeError:
-        raise
-    except MemoryError:
-        raise DecodeError("Decoding the video takes too much memory.") from None
-    except Exception as error:  # a damaged file can make FFmpeg raise anything
-        raise DecodeError(f"The video is damaged or cut short ({type(error).__name__}).") from None
+    with (
+        explained("video"),
+        av.open(BytesIO(data), format=_container(data), options=options) as container,
+    ):
+        stream = _video_stream(container)
+        packets = _packets(container, stream)
+        timeline = Timeline(packets, stream.time_base, stream.average_rate)
+        chosen = timeline.sampled(sampling)
+        decoded = _decoded(stream.codec_context, packets, chosen)
+        frames = _limited(_frame(frame, timeline, sizing) for frame in decoded)
     if not frames:
         raise DecodeError("No frame of the video can be decoded.")
     return frames
@@ -83,9 +77,10 @@ class Timeline:
         """Convert a timestamp to seconds since the first frame."""
         return float((pts - self._shown[0]) * self._base)
 
-    def sampled(self, fps: float, max_frames: int) -> list[int]:
+    def sampled(self, sampling: FrameSampling) -> list[int]:
         """Return the timestamps of the frames shown at equal distances, without repetition."""
-        count = min(max(1, math.ceil(self.duration_s * fps - 1e-6)), max_frames)
+        wanted_frames = max(1, math.ceil(self.duration_s * sampling.fps - 1e-6))
+        count = min(wanted_frames, sampling.max_frames)
         wanted = [number * self.duration_s / count for number in range(count)]
         shown_s = [self.at_s(pts) for pts in self._shown]
         places = (max(bisect_right(shown_s, at_s + 1e-6) - 1, 0) for at_s in wanted)
@@ -170,4 +165,4 @@ def _limited(frames: Iterator[Frame]) -> list[Frame]:
 def _frame(frame: VideoFrame, timeline: Timeline, sizing: Sizing) -> Frame:
     assert frame.pts is not None
     image = Image.fromarray(frame.to_ndarray(format="rgb24"))
-    return as_frame(image, sizing, ROTATIONS.get(frame.rotation), timeline.at_s(frame.pts))
+    return as_frame(image, sizing, ROTATIONS.get(frame.rotation % 360), timeline.at_s(frame.pts))
