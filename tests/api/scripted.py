@@ -161,6 +161,7 @@ class ScriptedRuntime(RuntimeClient):
             pool_tokens=8192,
             chat_template="{{ x }}",
             capacities=CAPACITIES,
+            has_state_files=True,
             modalities=("image", "text") if sees else ("text",),
         )
         self.frames: list[GenerateRequest] = []  # as they are sent

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import struct
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +16,11 @@ import pytest
 
 from rekindle.http import body
 from rekindle.http.body import BodyLimits
+from rekindle.protocol.admin import AdminOp, AdminResult, ExportState, StateFile
 from rekindle.protocol.events import Prefill, Started
-from tests.api.live import Live, live, soon
+from rekindle.protocol.frames import Ready
+from tests.api.cache.entries import ENTRY
+from tests.api.live import PATIENCE_S, Live, live, soon
 from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, Step, delta, events, reply
 from tests.media.attacker import attacking
 
@@ -36,7 +42,10 @@ def reset(sock: socket.socket) -> None:
     sock.close()
 
 
-@pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["close", "reset"])
+LEAVING = pytest.mark.parametrize("leave", [socket.socket.close, reset], ids=["close", "reset"])
+
+
+@LEAVING
 @pytest.mark.parametrize("turns", [1, 3])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(
@@ -55,6 +64,27 @@ def test_a_client_that_disconnects_cancels_its_turns(
         assert server.runtime.cancelled_turns == turns
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/api/embed", {"input": ["a" * 100, "b"]}),  # longer than the context
+        ("/api/embeddings", {"prompt": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+    ],
+)
+def test_a_client_that_disconnects_cancels_its_embeddings(path: str, body: dict[str, Any]) -> None:
+    embedder = ScriptedRuntime([Started(0, 2, 0), Pause()], name="bert")
+    ranks = path == "/v1/rerank"
+    embedder.supervisor.ready = Ready(context_tokens=16, pool_tokens=0, dimensions=2, ranks=ranks)
+    with live(Front(embedders=[embedder])) as server:
+        sock = server.raw(request(body, path))
+        soon(lambda: embedder.open_turns == 1)
+        sock.close()
+        soon(lambda: embedder.open_turns == 0)
+        assert embedder.cancelled_turns == 1
+
+
 def test_disconnecting_while_sending_the_body_starts_no_turn() -> None:
     with live(Front()) as server:
         server.raw(request(HELLO)[:-10]).close()
@@ -71,6 +101,111 @@ def test_disconnecting_while_an_image_is_fetched_starts_no_turn() -> None:
         sock.close()
         soon(server.is_idle)
         assert server.runtime.requests == []
+
+
+@LEAVING
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed", "/v1/rerank"])
+def test_a_client_that_disconnects_cancels_its_embedding(path: str, leave: Any) -> None:
+    embedder = ScriptedRuntime([Pause()], name="vectors")
+    assert embedder.ready is not None
+    embedder.ready.ranks = path == "/v1/rerank"
+    fields = {"input": "hello"} if "embed" in path else {"query": "q", "documents": ["hello"]}
+    with live(Front(embedders=[embedder])) as server:
+        sock = server.raw(request(fields, path))
+        soon(lambda: embedder.open_turns == 1)
+        leave(sock)
+        soon(lambda: embedder.open_turns == 0 and server.is_idle())
+        assert embedder.cancelled_turns == 1
+
+
+STATE = bytes(range(256)) * 40_000  # more than the buffers of a connection
+IMPORT, EXPORT = "/v1/cache/import", "/v1/cache/key-1/export"
+DOWNLOAD = f"GET {EXPORT} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+FILE = {"Content-Type": "application/octet-stream"}
+
+
+class Transferring(ScriptedRuntime):
+    """Imports and exports a file, and can be made to wait in the middle of it."""
+
+    def __init__(self) -> None:
+        super().__init__(answers=self._transfer)
+        self.begun = 0
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+        self.begun += 1
+        await asyncio.to_thread(self.may_end.wait, PATIENCE_S)
+        return await super().admin(op, salt=salt, admin=admin)
+
+    def _transfer(self, op: AdminOp) -> AdminResult:
+        if not isinstance(op, ExportState):
+            return ENTRY
+        (Path(op.folder) / "state.safetensors").write_bytes(STATE)
+        return StateFile("state.safetensors", 7, len(STATE))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def transfer(server: Live) -> None:
+    """Check that nothing of an earlier transfer is left: no file, no task, no slot in use."""
+    soon(lambda: server.is_idle() and not list(Path(tempfile.gettempdir()).iterdir()))
+    with server.client() as client:
+        assert client.get(EXPORT).content == STATE
+        soon(server.is_idle)  # its slot is released after the last byte
+        assert client.post(IMPORT, content=STATE, headers=FILE).status_code == 200
+    soon(lambda: not list(Path(tempfile.gettempdir()).iterdir()))
+
+
+def upload(content: bytes) -> bytes:
+    [kind] = FILE.values()
+    head = f"POST {IMPORT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
+    return f"{head}Content-Length: {len(STATE)}\r\n\r\n".encode() + content
+
+
+@LEAVING
+def test_disconnecting_in_the_middle_of_an_upload_leaves_nothing(leave: Any, folder: Path) -> None:
+    runtime = Transferring()
+    with live(Front(runtime, disk_floor=0)) as server:
+        sock = server.raw(upload(STATE[: len(STATE) // 2]))
+        soon(lambda: any(file.stat().st_size for file in folder.rglob("state")))
+        leave(sock)
+        soon(lambda: server.is_idle() and not list(folder.iterdir()))
+        assert runtime.begun == 0
+        transfer(server)
+
+
+@LEAVING
+@pytest.mark.parametrize("sent", [upload(STATE), DOWNLOAD], ids=["import", "export"])
+def test_disconnecting_while_the_runtime_works_on_a_file_leaves_nothing(
+    sent: bytes, leave: Any, folder: Path
+) -> None:
+    runtime = Transferring()
+    runtime.may_end.clear()
+    with live(Front(runtime, disk_floor=0)) as server:
+        sock = server.raw(sent)
+        soon(lambda: runtime.begun == 1)
+        leave(sock)
+        runtime.may_end.set()
+        transfer(server)
+    assert list(folder.iterdir()) == []
+
+
+@LEAVING
+def test_disconnecting_in_the_middle_of_an_export_leaves_nothing(leave: Any, folder: Path) -> None:
+    runtime = Transferring()
+    with live(Front(runtime, disk_floor=0)) as server:
+        sock = server.raw(DOWNLOAD)
+        assert sock.recv(1000).startswith(b"HTTP/1.1 200")
+        assert not server.is_idle(), "the rest of the file waits for the client"
+        leave(sock)
+        transfer(server)
+    assert list(folder.iterdir()) == []
 
 
 def test_disconnecting_does_not_disturb_other_clients() -> None:

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from rekindle.errors import ServerError, TooManyRequests, Unavailable
-from rekindle.protocol.events import Cancelled, Prefill, Started
+from rekindle.errors import CompileTimeSpent, ServerError, TooManyRequests, Unavailable
+from rekindle.protocol.events import Cancelled, Failed, Prefill, Started
 from tests.api.scripted import (
     Front,
     Pause,
@@ -160,3 +160,10 @@ def test_a_turn_that_the_server_cancels_ends_with_an_error(stream: bool, begun: 
     else:
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
+
+
+def test_a_tenant_that_has_used_up_its_compile_time_is_told_how_long_to_wait() -> None:
+    spent = CompileTimeSpent(compile_s=20.0, period_s=60.0, wait_s=12.3)
+    answer = Front(ScriptedRuntime([Failed(0, spent.info)])).chat()
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "13")
+    assert "Try again in 13 s" in error(answer)["message"]

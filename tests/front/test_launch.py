@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def fetched(model: Path, **settings: Any) -> LoadModel:
     [load] = launch.fetch(config, Console(file=io.StringIO())).values()
     assert load.path == str(model)
     return load
+
+
+def test_a_server_may_open_as_many_files_as_the_hard_limit_allows() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lower = 1024
+    allowed = min(before[1], launch.MAX_OPEN_FILES) if before[1] > 0 else launch.MAX_OPEN_FILES
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lower, before[1]))
+        launch.raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max(lower, allowed), before[1])
+        launch.raise_file_limit()  # changes nothing any more
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (max(lower, allowed), before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def projector(model: Path, **settings: Any) -> Path | None:

@@ -59,7 +59,7 @@ def test_a_project_is_computed_and_stored() -> None:
     assert ask.tools == [
         {"type": "function", "function": {"name": "get_portfolio", "parameters": {}}}
     ]
-    assert ask.prepare == Prepare(pinned=True, ttl_s=None, shared=True)
+    assert ask.prepare == Prepare(pinned=True, ttl_s=None, shared=True, project="a")
     assert ask.salt == b""
     [question] = runtime.admin_requests
     assert question.op == Flush("abc")
@@ -95,7 +95,13 @@ def test_a_failure_is_logged_with_the_project_name(
     warning, success = [record.getMessage() for record in caplog.records]
     assert "first" in warning
     assert "no room at all" in warning
-    assert "second is prepared: 20 tokens" in success
+    assert "second is prepared: 20 tokens, cache key abc" in success
+
+
+def test_state_that_was_not_kept_is_no_prepared_project(caplog: pytest.LogCaptureFixture) -> None:
+    unkept = CacheReport("miss", Reason.NOT_CACHED, 0, 20, None)
+    prepare(ScriptedRuntime([Started(0, 20, 0), Finished(0, "stop", 20, 0, 0.1, unkept)]), "a")
+    assert "project a could not be prepared: its state was not kept" in caplog.text
 
 
 def test_a_failure_to_store_a_project_is_logged(

@@ -27,6 +27,7 @@ from rekindle.http.body import (
 from rekindle.http.middleware import RequestMiddleware
 from rekindle.protocol.events import Started
 from tests.api.scripted import Front, Pause, ScriptedRuntime, error, lifespan
+from tests.kvcache.measure import allocated_bytes
 
 CHAT = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -87,7 +88,7 @@ async def until_turns(runtime: ScriptedRuntime, count: int) -> None:
 def test_bytes_in_flight_are_limited_per_caller_and_in_total(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limits = BodyLimits(held_bytes=3000, caller_held_bytes=2000)
+    limits = BodyLimits(held_bytes=320_000, caller_held_bytes=220_000)
     monkeypatch.setattr(request_body, "LIMITS", limits)
     runtime = ScriptedRuntime([Started(0, 10, 0), Pause()])
     front = Front(runtime, api_key=["a", "b", "c"])
@@ -97,17 +98,17 @@ def test_bytes_in_flight_are_limited_per_caller_and_in_total(
     async def scene() -> None:
         async with lifespan(middleware) as app:
             crowd = Crowd(app)
-            crowd.post("a", 1000)
-            crowd.post("a", 1000)
+            crowd.post("a", 100_000)
+            crowd.post("a", 100_000)
             await until_turns(runtime, 2)
-            third = await crowd.post("a", 1000)
+            third = await crowd.post("a", 100_000)
             assert (third.status_code, third.headers["retry-after"]) == (429, "1")
-            crowd.post("b", 1000)
+            crowd.post("b", 100_000)
             await until_turns(runtime, 3)
-            full = await crowd.post("c", 1000)
+            full = await crowd.post("c", 100_000)
             assert (full.status_code, full.headers["retry-after"]) == (503, "1")
             await crowd.leave()
-        assert middleware.held.is_empty
+        assert not middleware.held.by_caller
 
     asyncio.run(scene())
     assert runtime.open_turns == 0
@@ -125,7 +126,7 @@ def test_the_bytes_of_an_answered_request_are_released(stream: bool) -> None:
                 body = {"messages": [{"role": "user", "content": "x" * 1000}], "stream": stream}
                 assert (await http.post(CHAT, json=body)).status_code == 200
                 assert (await http.post(CHAT, json={"messages": 3})).status_code == 400
-        assert middleware.held.is_empty
+        assert not middleware.held.by_caller
 
     asyncio.run(scene())
 
@@ -138,11 +139,32 @@ def test_other_memory_of_a_request_counts_until_it_is_answered() -> None:
 
     body = LimitedBody(receive, held, b"me")
     asyncio.run(body.receive())
+    with body.holding(LIMITS.caller_held_bytes - 5):
+        with pytest.raises(TooManyRequests), body.holding(1):
+            pass
+        with body.holding(1, refuses=False):
+            assert held.by_caller[b"me"] == LIMITS.caller_held_bytes + 1
     body.hold(LIMITS.caller_held_bytes - 5)
     with pytest.raises(TooManyRequests):
         body.hold(1)
     body.close()
-    assert held.is_empty
+    assert not held.by_caller
+
+
+def test_many_small_values_count_as_the_memory_of_the_parsed_body() -> None:
+    held = HeldBytes()
+    content = orjson.dumps([[] for _ in range(10_000)])
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": content}
+
+    body = LimitedBody(receive, held, b"me")
+    asyncio.run(body.receive())
+    parsed: list[Any] = []
+    parsed_bytes = allocated_bytes(lambda: parsed.extend(orjson.loads(content)))
+    assert parsed_bytes < held.by_caller[b"me"] < 4 * parsed_bytes
+    body.close()
+    assert not held.by_caller
 
 
 def parsed_in(front: Front, path: str, body: dict[str, Any]) -> list[str]:

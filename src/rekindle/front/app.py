@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -122,6 +123,7 @@ async def _lifespan(
     config: Config, models: ServedModels, _app: FastAPI
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the state that requests share, from the start of the server to its end."""
+    await asyncio.to_thread(files.remove_left_over_folders)
     media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
     try:
         with open_validators() as validators:

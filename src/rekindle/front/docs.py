@@ -10,7 +10,6 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import jinja2
@@ -19,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from rekindle.api.base.models import models_of
-from rekindle.http.responses import JsonResponse, documented
+from rekindle.http.responses import ERRORS, JsonResponse
 from rekindle.version import __version__
 
 EVERY_OPERATION = (400, 401, 404, 421, 429, 431, 500, 503)  # error statuses
@@ -43,6 +42,11 @@ LIMIT_TEXTS = {
     "maxItems": "at most {} items",
 }
 
+#: Escapes all values except the style, which is ours.
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("rekindle.front"), autoescape=True, trim_blocks=True
+)
+
 Schema = Mapping[str, Any]
 
 router = APIRouter(tags=["pages"], include_in_schema=False)
@@ -55,11 +59,8 @@ async def show_index(request: Request) -> Response:
         "name": "rekindle",
         "version": __version__,
         "models": [
-            {
-                "id": runtime.name,
-                "max_model_len": runtime.ready.context_tokens if runtime.ready else None,
-            }
-            for runtime in models_of(request).all
+            {"id": each.name, "max_model_len": each.ready.context_tokens if each.ready else None}
+            for each in models_of(request).all
         ],
         "links": LINKS,
     }
@@ -78,25 +79,16 @@ def show_docs(request: Request) -> Response:
 
 
 def _page(template: str, **values: Any) -> Response:
-    pages = _templates()
-    style = pages.get_template("style.css").render()
+    style = TEMPLATES.get_template("style.css").render()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
     return HTMLResponse(
-        pages.get_template(template).render(style=style, **values),
+        TEMPLATES.get_template(template).render(style=style, **values),
         headers={
             "content-security-policy": f"{policy}; frame-ancestors 'none'",
             "referrer-policy": "no-referrer",
             "x-content-type-options": "nosniff",
         },
-    )
-
-
-@cache
-def _templates() -> jinja2.Environment:
-    """Escapes all values except the style, which is ours."""
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("rekindle.front"), autoescape=True, trim_blocks=True
     )
 
 
@@ -121,7 +113,11 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
             failures = {int(status) for status in answers if status not in ("200", "422")}
             failures |= {408, 413, 415} if method == "post" else set()
             [shape] = (content["schema"] for content in answers["400"]["content"].values())
-            operation["responses"] = {"200": answers["200"], **_errors(shape, *sorted(failures))}
+            content = {"application/json": {"schema": shape}}
+            operation["responses"] = {"200": answers["200"]} | {
+                str(status): {"description": ERRORS[status], "content": content}
+                for status in sorted(failures)
+            }
             keys: list[dict[str, list[str]]] = [{name: []} for name in schemes]
             operation["security"] = [] if path == "/health" else [*keys, {}]
     components = document["components"]
@@ -129,16 +125,6 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
         components["schemas"].pop(name, None)
     components["securitySchemes"] = schemes
     return document
-
-
-def _errors(shape: dict[str, Any], *statuses: int) -> dict[str, Any]:
-    return {
-        str(status): {
-            "description": details["description"],
-            "content": {"application/json": {"schema": shape}},
-        }
-        for status, details in documented(*statuses).items()
-    }
 
 
 class DocumentedField(NamedTuple):
@@ -185,7 +171,6 @@ def _field(name: str, schema: Schema, *, required: bool) -> DocumentedField:
 
 
 def _type(schema: Schema) -> str:
-    """Describe a type in words."""
     if "$ref" in schema:
         return _name(schema["$ref"])
     if "const" in schema or "enum" in schema:
@@ -206,7 +191,6 @@ def _limits(schema: Schema) -> Iterator[str]:
 
 
 def _refs(schema: Schema) -> Iterator[str]:
-    """Yield the names of the types that a schema refers to."""
     for key, value in schema.items():
         if key == "$ref":
             yield _name(value)

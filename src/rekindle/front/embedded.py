@@ -135,7 +135,6 @@ class Engine:
 
     @property
     def base_url(self) -> str | None:
-        """The address of the background server."""
         return self._server.base_url if self._server else None
 
     def _open(self) -> EmbeddedServer:
@@ -166,7 +165,6 @@ class EmbeddedServer:
     def __init__(self, config: Config) -> None:
         console = Console(stderr=True)
         loads = launch.fetch(config, console)
-        self._config = config
         self._media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
@@ -233,7 +231,8 @@ class EmbeddedServer:
             chat = await load_media(
                 self._media, runtime, request.messages, request.resize, OPEN_SALT
             )
-            requests = chat_requests(request, RequestBuilder(self._config, OPEN_SALT), chat)
+            builder = RequestBuilder(self._models.config_of(runtime), OPEN_SALT)
+            requests = chat_requests(request, builder, chat)
             with contextlib.closing(Turns(runtime, requests)) as turns:
                 while turns.open:
                     _, event = await turns.next()

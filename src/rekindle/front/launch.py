@@ -38,11 +38,14 @@ from rekindle.worker.client import RuntimeClient
 
 log = logging.getLogger("rekindle")
 
+MAX_OPEN_FILES = 65_536
+
 
 def serve(config: Config, console: Console) -> None:
     """Serve until a signal stops the server."""
     check_settings(config)
     log_to(console, config.log_level)
+    raise_file_limit()
     keys = api_keys(config)
     ports = [config.port, *([] if config.ollama_port is None else [config.ollama_port])]
     with contextlib.ExitStack() as stack:
@@ -81,6 +84,23 @@ def check_settings(config: Config) -> None:
                 f"project {name} would belong to nobody, because each API key has its own cache: "
                 "say `shared: true` in the project to prepare it for all of them"
             )
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit on open files, because each client needs one.
+
+    A shell's default is 1024, and beyond it every new connection would be reset.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    wanted = MAX_OPEN_FILES if hard == unlimited else min(MAX_OPEN_FILES, hard)
+    if soft != unlimited and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # the kernel allows less
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def bind(config: Config, port: int) -> socket.socket:

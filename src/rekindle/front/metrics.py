@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from fastapi import APIRouter
 from prometheus_client.core import (
@@ -41,7 +42,7 @@ COUNTERS = {
     "reused_tokens": "Prompt tokens that were reused.",
     "hits": "Turns that reused everything they could.",
     "partial_hits": "Turns that reused a part.",
-    "misses": "Turns that reused no whole message.",
+    "misses": "Turns that reused no message content.",
     "disk_written_bytes": "State written to disk.",
     "disk_read_bytes": "State read from disk.",
     "evictions": "Evicted blocks.",
@@ -49,6 +50,9 @@ COUNTERS = {
     "encoded_pictures": "Images encoded by the projector.",
     "picture_hits": "Images whose encoding was reused.",
 }
+
+_gauge = partial(GaugeMetricFamily, labels=["model"])
+_counter = partial(CounterMetricFamily, labels=["model"])
 
 router = APIRouter(tags=["metrics"])
 
@@ -75,43 +79,36 @@ async def _stats(client: AdminClient, runtime: RuntimeClient) -> Stats | None:
 
 
 class ModelMetrics(Collector):
-    """All metrics, labelled by model."""
-
     def __init__(self, models: Sequence[tuple[RuntimeClient, Stats | None]]) -> None:
         self._models = models
         self._stats = [(runtime.name, stats) for runtime, stats in models if stats is not None]
 
     def collect(self) -> Iterator[Metric]:
-        up = _gauge("up", "Whether the model answers.")
-        restarts = _counter("runtime_restarts", "Restarts of the model's process.")
-        stuck = _counter("watchdog_fired", "Restarts because the process made no progress.")
-        turns = _gauge("open_turns", "Turns that have not ended, including those being encoded.")
+        up = _gauge("rekindle_up", "Whether the model answers.")
+        restarts = _counter("rekindle_runtime_restarts", "Restarts of the model's process.")
+        stuck = _counter(
+            "rekindle_watchdog_fired", "Restarts because the process made no progress."
+        )
+        turns = _gauge(
+            "rekindle_open_turns", "Turns that have not ended, including those being encoded."
+        )
         for runtime, stats in self._models:
             model = [runtime.name]
             up.add_metric(model, stats is not None)
             restarts.add_metric(model, runtime.supervisor.restarts)
             stuck.add_metric(model, runtime.supervisor.watchdog.fired)
             turns.add_metric(model, runtime.turns)
-        degraded = _gauge("disk_degraded", "Whether state is not written to disk as it should be.")
+        degraded = _gauge(
+            "rekindle_disk_degraded", "Whether state is not written to disk as it should be."
+        )
         state = InfoMetricFamily("rekindle_disk_state", "State of the disk tier.", labels=["model"])
         for name, stats in self._stats:
             degraded.add_metric([name], stats.disk_state not in HEALTHY_DISK_STATES)
             state.add_metric([name], {"state": stats.disk_state})
         yield from (up, restarts, stuck, turns, degraded, state)
-        families = {field: _gauge(field, text) for field, text in GAUGES.items()}
-        families |= {field: _counter(field, text) for field, text in COUNTERS.items()}
-        for field, family in families.items():
-            for name, stats in self._stats:
-                family.add_metric([name], getattr(stats, field))
-            yield family
-
-
-Family = GaugeMetricFamily | CounterMetricFamily
-
-
-def _gauge(name: str, text: str) -> Family:
-    return GaugeMetricFamily(f"rekindle_{name}", text, labels=["model"])
-
-
-def _counter(name: str, text: str) -> Family:
-    return CounterMetricFamily(f"rekindle_{name}", text, labels=["model"])
+        for make, texts in ((_gauge, GAUGES), (_counter, COUNTERS)):
+            for field, text in texts.items():
+                family = make(f"rekindle_{field}", text)
+                for name, stats in self._stats:
+                    family.add_metric([name], getattr(stats, field))
+                yield family

@@ -31,24 +31,27 @@ async def warm(config: Config, models: ServedModels, console: Console) -> None:
         request = RequestBuilder(config, OPEN_SALT).build(
             messages=[{"role": "system", "content": preset.system_prompt}],
             tools=described_tools(name, preset),
-            prepare=Prepare(pinned=cache.pinned, ttl_s=cache.ttl, shared=preset.shared),
+            prepare=Prepare(
+                pinned=cache.pinned, ttl_s=cache.ttl, shared=preset.shared, project=name
+            ),
             max_tokens=1,
             progress=True,
         )
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
                 runtime = models.runtime(model_names[name])
-                tokens = await _prepare(request, runtime, on_progress)
+                tokens, key = await _prepare(request, runtime, on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
         else:
-            log.info("project %s is prepared: %d tokens", name, tokens)
+            log.info("project %s is prepared: %d tokens, cache key %s", name, tokens, key)
 
 
 async def _prepare(
     request: GenerateRequest, runtime: RuntimeClient, on_progress: OnProgress
-) -> int:
-    """Compute and store a preset. Returns its number of tokens, or raises a ServerError."""
+) -> tuple[int, str]:
+    """Compute and store a preset. Returns its number of tokens and its cache key, or raises a
+    ServerError."""
     async with contextlib.aclosing(runtime.stream(request)) as events:
         async for event in events:
             if isinstance(event, Prefill):
@@ -57,6 +60,8 @@ async def _prepare(
         raise ReportedError(event.error)
     if not isinstance(event, Finished):
         raise Unavailable("its turn was cancelled")
-    if (key := event.cache.new_cache_key) is not None:
-        await runtime.admin(Flush(key), salt=OPEN_SALT, admin=True)  # shared entries have no owner
-    return event.prompt_tokens
+    key = event.cache.new_cache_key
+    if key is None:
+        raise Unavailable("its state was not kept; enable the cache or raise --ram-cache")
+    await runtime.admin(Flush(key), salt=OPEN_SALT, admin=True)  # shared entries have no owner
+    return event.prompt_tokens, key

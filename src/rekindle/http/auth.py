@@ -142,7 +142,6 @@ def _bearer(authorization: str | None) -> str | None:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return the caller that the middleware identified."""
     caller: Caller = request.scope[CALLER]
     return caller
 

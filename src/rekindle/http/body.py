@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,6 +35,7 @@ class BodyLimits:
 
 LIMITS = BodyLimits()
 PUNCTUATION = b",:[{"  # every JSON value needs one of these
+VALUE_BYTES = 64  # memory of a small JSON value, such as an empty list, after parsing
 BODY = "rekindle.body"  # the LimitedBody's key in the request's scope
 VALIDATORS = "validators"  # the thread pool's name in the application's state
 LARGE_BODY_BYTES = 64 << 10  # a smaller body is parsed within a millisecond
@@ -49,18 +51,25 @@ class BodyTooLarge(BadRequest):
 class TooManyValues(BadRequest):
     code = "too_many_values"
 
-    def __init__(self) -> None:
-        super().__init__(
-            f"The body has more than {LIMITS.punctuation} commas, colons and opening brackets: "
-            "send fewer or shorter messages."
-        )
-
 
 class BodyTooSlow(BadRequest):
     status, code = 408, "body_too_slow"
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(f"The request's body did not arrive within {limit_s:g} seconds.")
+
+
+async def _receive_until(deadline_s: float, receive: Receive) -> Message:
+    """Receive the next part of a body. The deadline is in the time of the event loop."""
+    try:
+        async with asyncio.timeout_at(deadline_s):
+            return await receive()
+    except TimeoutError:
+        raise BodyTooSlow(LIMITS.timeout_s) from None
+
+
+def _deadline_s() -> float:
+    return asyncio.get_running_loop().time() + LIMITS.timeout_s
 
 
 def check_announced_size(content_length: str) -> None:
@@ -73,36 +82,39 @@ class HeldBytes:
     """Counts the memory of all requests in flight, in total and per caller."""
 
     def __init__(self) -> None:
-        self._by_caller: Counter[bytes] = Counter()
+        self.by_caller: Counter[bytes] = Counter()
         self._total = 0
 
     def add(self, caller: bytes, size_bytes: int) -> None:
         """Count the bytes, or raise if the limit is reached."""
-        if self._by_caller[caller] + size_bytes > LIMITS.caller_held_bytes:
+        self._check(caller, size_bytes)
+        self.add_anyway(caller, size_bytes)
+
+    def add_anyway(self, caller: bytes, size_bytes: int) -> None:
+        """Count the bytes, even beyond the limit."""
+        self.by_caller[caller] += size_bytes
+        self._total += size_bytes
+
+    def _check(self, caller: bytes, size_bytes: int) -> None:
+        if self.by_caller[caller] + size_bytes > LIMITS.caller_held_bytes:
             raise TooManyRequests(
                 f"Your requests in flight may have {LIMITS.caller_held_bytes} bytes in all; "
                 "try again when some are answered."
             )
         if self._total + size_bytes > LIMITS.held_bytes:
             raise Unavailable("The requests in flight use all memory for them; try again later.")
-        self._by_caller[caller] += size_bytes
-        self._total += size_bytes
 
     def remove(self, caller: bytes, size_bytes: int) -> None:
         self._total -= size_bytes
-        self._by_caller[caller] -= size_bytes
-        if not self._by_caller[caller]:
-            del self._by_caller[caller]
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._total and not self._by_caller
+        self.by_caller[caller] -= size_bytes
+        if not self.by_caller[caller]:
+            del self.by_caller[caller]
 
 
 class LimitedBody:
     """Replaces ASGI's `receive`, and limits the size of the body and the time to receive it.
 
-    The received bytes count in `held` until `close`.
+    The received bytes, and an estimate of the values in them, count in `held` until `close`.
     """
 
     def __init__(self, receive: Receive, held: HeldBytes, caller: bytes) -> None:
@@ -110,30 +122,39 @@ class LimitedBody:
         self._held = held
         self._caller = caller
         self._body_bytes = 0
-        self._other_bytes = 0
+        self._held_bytes = 0  # the body, what is parsed from it, and other memory
         self._punctuation = 0
         self._complete = False
         self._deadline_s: float | None = None
 
     def close(self) -> None:
-        self._held.remove(self._caller, self._body_bytes + self._other_bytes)
-        self._body_bytes = self._other_bytes = 0
+        self._held.remove(self._caller, self._held_bytes)
+        self._body_bytes = self._held_bytes = 0
 
     def hold(self, size_bytes: int) -> None:
         """Count other memory of this request, such as decoded images, or raise."""
         self._held.add(self._caller, size_bytes)
-        self._other_bytes += size_bytes
+        self._held_bytes += size_bytes
+
+    @contextmanager
+    def holding(self, size_bytes: int, *, refuses: bool = True) -> Iterator[None]:
+        """Count memory until the block ends, which may be after `close`.
+
+        Raises like `hold`, unless the memory is needed to finish an answer (`refuses=False`).
+        """
+        add = self._held.add if refuses else self._held.add_anyway
+        add(self._caller, size_bytes)
+        try:
+            yield
+        finally:
+            self._held.remove(self._caller, size_bytes)
 
     async def receive(self) -> Message:
         if self._complete:
             return await self._receive()
         if self._deadline_s is None:
-            self._deadline_s = asyncio.get_running_loop().time() + LIMITS.timeout_s
-        try:
-            async with asyncio.timeout_at(self._deadline_s):
-                message = await self._receive()
-        except TimeoutError:
-            raise BodyTooSlow(LIMITS.timeout_s) from None
+            self._deadline_s = _deadline_s()
+        message = await _receive_until(self._deadline_s, self._receive)
         self._check(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         return message
@@ -141,11 +162,17 @@ class LimitedBody:
     def _check(self, part: bytes) -> None:
         if self._body_bytes + len(part) > LIMITS.body_bytes:
             raise BodyTooLarge
-        self._held.add(self._caller, len(part))
+        punctuation = len(part) - len(part.translate(None, PUNCTUATION))
+        size_bytes = len(part) + VALUE_BYTES * punctuation
+        self._held.add(self._caller, size_bytes)
+        self._held_bytes += size_bytes
         self._body_bytes += len(part)
-        self._punctuation += len(part) - len(part.translate(None, PUNCTUATION))
+        self._punctuation += punctuation
         if self._punctuation > LIMITS.punctuation:
-            raise TooManyValues
+            raise TooManyValues(
+                f"The body has more than {LIMITS.punctuation} commas, colons and opening brackets: "
+                "send fewer or shorter messages."
+            )
 
 
 def upload(receive: Receive) -> Receive:
@@ -155,17 +182,12 @@ def upload(receive: Receive) -> Receive:
     """
 
     async def receive_part() -> Message:
-        try:
-            async with asyncio.timeout(LIMITS.timeout_s):
-                return await receive()
-        except TimeoutError:
-            raise BodyTooSlow(LIMITS.timeout_s) from None
+        return await _receive_until(_deadline_s(), receive)
 
     return receive_part
 
 
 def body_of(request: Request) -> LimitedBody:
-    """Return the body that the middleware attached to the request."""
     body: LimitedBody = request.scope[BODY]
     return body
 

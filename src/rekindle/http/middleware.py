@@ -39,8 +39,7 @@ class Stopping(Unavailable):
 class Drain:
     """The time that requests in flight have to finish, once the server is told to stop."""
 
-    def __init__(self) -> None:
-        self.deadline_s: float | None = None  # None until draining begins
+    deadline_s: float | None = None  # None until draining begins
 
     def begin(self) -> None:
         self.deadline_s = time.monotonic() + DRAIN_S
@@ -159,7 +158,8 @@ class RequestMiddleware:
         scope[ERROR_FORMAT] = partial(self._error_format, path, headers)
         try:
             self._check_headers(scope, headers)
-            if is_preflight(scope["method"], headers):
+            is_preflight = "origin" in headers and "access-control-request-method" in headers
+            if scope["method"] == "OPTIONS" and is_preflight:
                 await self._cors.preflight(headers)(scope, receive, send)
                 return
             caller = self._identify(scope, headers)
@@ -205,7 +205,6 @@ class RequestMiddleware:
 
 
 def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
-    """Add headers to the response."""
     added = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
     async def send_with_headers(message: Message) -> None:
@@ -256,13 +255,11 @@ class Cors:
         """Return the headers for a response to a page of this origin. None: not a page."""
         if origin is None:
             return {}
-        if not self._allows(origin):
-            return {"vary": "Origin"}
-        return {
-            "vary": "Origin",
+        allowed = {
             "access-control-allow-origin": origin,
             "access-control-expose-headers": EXPOSED_HEADERS,
         }
+        return {"vary": "Origin", **(allowed if self._allows(origin) else {})}
 
     def preflight(self, headers: Headers) -> Response:
         """Answer a browser's question before it sends the request. It comes without a key."""
@@ -283,14 +280,8 @@ class Cors:
         return Response(status_code=204, headers=allowed)
 
     def _allows(self, origin: str) -> bool:
-        if "*" in self._origins or origin in self._origins:
-            return True
-        return self._loopback and _is_local_origin(origin)
-
-
-def is_preflight(method: str, headers: Headers) -> bool:
-    asks = "origin" in headers and "access-control-request-method" in headers
-    return method == "OPTIONS" and asks
+        is_listed = not self._origins.isdisjoint(("*", origin))
+        return is_listed or (self._loopback and _is_local_origin(origin))
 
 
 def _is_local_origin(origin: str) -> bool:

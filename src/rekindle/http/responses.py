@@ -18,13 +18,7 @@ from rekindle.http.protocol import BODY_WRITER, BodyWriter
 
 log = logging.getLogger("rekindle.api")
 
-RETRY_SOON = {"retry-after": "1"}
-ERROR_HEADERS = {
-    401: {"www-authenticate": "Bearer"},
-    408: {"connection": "close"},
-    429: RETRY_SOON,
-    503: RETRY_SOON,
-}
+ERROR_HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}
 SSE_DONE = b"data: [DONE]\n\n"
 ERROR_FORMAT = "rekindle.error_format"  # key in the request's scope of what chooses the format
 
@@ -146,8 +140,14 @@ class ErrorResponse(JsonResponse):
         super().__init__(
             error_format(scope).body(error),
             status_code=error.status,
-            headers=ERROR_HEADERS.get(error.status),
+            headers=_error_headers(error),
         )
+
+
+def _error_headers(error: ServerError) -> dict[str, str] | None:
+    if error.status in (429, 503):
+        return {"retry-after": str(error.retry_after_s or 1)}
+    return ERROR_HEADERS.get(error.status)
 
 
 @dataclass(frozen=True, slots=True)

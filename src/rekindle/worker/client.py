@@ -117,12 +117,12 @@ class RuntimeClient:
                 f"{MAX_ADMIN_REQUESTS} requests about cache or tokens are not answered yet; "
                 "try again later"
             )
-        number = next(self._ids)
-        process.send(
-            AdminRequest(id=number, salt=salt, admin=admin, op=op, request_id=current_id())
+        request = AdminRequest(
+            id=next(self._ids), salt=salt, admin=admin, op=op, request_id=current_id()
         )
+        process.send(request)
         result: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
-        self._admin_requests[number] = (salt, result)
+        self._admin_requests[request.id] = (salt, result)
         return await result
 
     def _ready_process(self) -> WorkerProcess:

@@ -11,6 +11,7 @@ import sys
 import time
 from asyncio.subprocess import Process
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rekindle.errors import ModelError, RuntimeDied
 from rekindle.protocol.admin import AdminReply
@@ -34,16 +35,14 @@ OnMessage = Callable[[AfterLoading], None]
 States = asyncio.Queue[ToFront | None]  # messages about loading; None when the socket is closed
 
 
+@dataclass(slots=True)
 class WorkerProcess:
     """A process from `spawn` to `died` or `stop`. `on_message` gets messages about turns."""
 
-    def __init__(
-        self, name: str, process: Process, transport: asyncio.WriteTransport, states: States
-    ) -> None:
-        self._name = name
-        self._process = process
-        self._transport = transport
-        self._states = states
+    _name: str
+    _process: Process
+    _transport: asyncio.WriteTransport
+    _states: States
 
     @classmethod
     async def spawn(cls, name: str, load: LoadModel, on_message: OnMessage) -> WorkerProcess:
@@ -107,20 +106,20 @@ class WorkerProcess:
     async def stop(self) -> None:
         """Ask the process to stop. Kill it if it has not written its state to disk in 120 s."""
         self.send(Stop())
-        try:
-            await asyncio.wait_for(self._process.wait(), 120)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+        await self._wait_or_kill(120)
         self.close()
 
     async def abort(self) -> None:
         """End a stuck process. It gets 5 s to print its stack traces to standard error."""
         self._process.send_signal(signal.SIGABRT)
+        await self._wait_or_kill(5)
+
+    async def _wait_or_kill(self, limit_s: float) -> None:
         try:
-            await asyncio.wait_for(self._process.wait(), 5)
+            await asyncio.wait_for(self._process.wait(), limit_s)
         except TimeoutError:
             self._process.kill()
+            await self._process.wait()
 
     def close(self) -> None:
         """Close the socket. A process that still runs stops by itself."""
@@ -138,8 +137,9 @@ OnEnd = Callable[[RuntimeDied], None]
 class Watchdog:
     """Detects a process that makes no progress.
 
-    A heartbeat says how long the main thread has been busy with its current step. A thread that is
-    stuck while it holds the interpreter lock prevents heartbeats, so their absence counts as well.
+    A heartbeat says how long the main thread has been busy with its current step, or an encoder
+    with its current request. A thread that is stuck while it holds the interpreter lock prevents
+    heartbeats, so their absence counts as well.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -206,7 +206,6 @@ class Supervisor:
             self._watcher.cancel()
 
     async def stop(self) -> None:
-        self.disable()
         if self.process is not None:
             await self.process.stop()
 
@@ -249,8 +248,9 @@ class Supervisor:
         return end
 
     async def _restart(self) -> WorkerProcess:
-        for attempt in itertools.count():
-            await asyncio.sleep(RESTART_DELAYS_S[min(attempt, len(RESTART_DELAYS_S) - 1)])
+        delays_s = itertools.chain(RESTART_DELAYS_S, itertools.repeat(RESTART_DELAYS_S[-1]))
+        while True:
+            await asyncio.sleep(next(delays_s))
             try:
                 process = await self._spawn(lambda _fraction: None)
             except (ModelError, OSError) as error:
@@ -259,4 +259,3 @@ class Supervisor:
                 self.restarts += 1
                 log.warning("runtime of %s is back", self._name)
                 return process
-        raise AssertionError("unreachable")

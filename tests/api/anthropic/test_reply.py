@@ -155,6 +155,15 @@ def test_read_and_created_tokens_add_up_to_the_prompt(ttl: str | None, place: st
     assert unmarked["input_tokens"] == 3
 
 
+def test_tokens_that_were_not_pinned_are_not_created() -> None:
+    """The total is the same: input tokens plus tokens read."""
+    refused = CacheReport("hit", Reason.FULL_MATCH, 7, 12, "ram", pin_refused=True)
+    spent = whole(*CACHED[:-1], finished(cache=refused), **marked("1h"))["usage"]
+    assert spent["cache_creation_input_tokens"] == 0
+    assert spent["cache_creation"]["ephemeral_1h_input_tokens"] == 0
+    assert (spent["input_tokens"], spent["cache_read_input_tokens"]) == (3, 7)
+
+
 def test_usage_is_in_the_first_event_already() -> None:
     start, *_ = events_of(ask(Front(ScriptedRuntime(CACHED)), stream=True))
     spent = start["message"]["usage"]

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from rekindle.api.openai.schema import ChatRequest
-from tests.api.scripted import HELLO, Front, error
+from tests.api.scripted import HELLO, Front, ScriptedRuntime, error
 
 TOKEN_LIMIT = "takes a number from 1 up, or -1 for no limit"
 NORMALISE = (
@@ -33,9 +33,11 @@ def refused(answer: httpx.Response, code: str = "invalid_value") -> dict[str, An
     return found
 
 
+JSON = {"content-type": "application/json"}
+
+
 def sent(content: bytes | str) -> httpx.Response:
-    headers = {"content-type": "application/json"}
-    return Front().request("POST", CHAT, content=content, headers=headers)
+    return Front().request("POST", CHAT, content=content, headers=JSON)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +67,46 @@ def test_a_body_is_an_object(content: str) -> None:
     assert refused(sent(content))["message"].startswith("The body ")
 
 
-def test_the_last_of_two_equal_keys_counts() -> None:
-    assert sent(b'{"messages": 3, "messages": [{"role": "user", "content": "hi"}]}').is_success
+TWICE = '"content": "first", "role": "system", "role": "user", "content": "last"'
+EQUAL_KEYS = [
+    (CHAT, f'"messages": 3, "max_tokens": 3, "messages": [{{{TWICE}}}], "max_tokens": 5'),
+    (TEXT, '"prompt": "first", "max_tokens": 3, "prompt": "last", "max_tokens": 5'),
+    (
+        "/v1/responses",
+        f'"input": "x", "max_output_tokens": 3, "input": [{{{TWICE}}}], "max_output_tokens": 5',
+    ),
+    (
+        "/v1/messages",
+        f'"max_tokens": 3, "messages": [], "messages": [{{{TWICE}}}], "max_tokens": 5',
+    ),
+    (
+        "/api/chat",
+        f'"options": {{"num_predict": 3}}, "messages": [{{{TWICE}}}], '
+        '"options": {"num_predict": 4, "num_predict": 5}',
+    ),
+    ("/api/generate", '"prompt": "first", "prompt": "last", "options": {"num_predict": 5}'),
+]
+
+
+@pytest.mark.parametrize(("path", "fields"), EQUAL_KEYS)
+def test_the_last_of_two_equal_keys_counts(path: str, fields: str) -> None:
+    front = Front(ScriptedRuntime(name="first"), ScriptedRuntime(name="last"))
+    content = f'{{"model": "first", {fields}, "model": "last", "store": false}}'
+    answer = front.request("POST", path, content=content, headers=JSON)
+    assert answer.status_code == 200, answer.text
+    assert front.runtimes[0].requests == []
+    [asked] = front.runtimes[1].requests
+    assert asked.max_tokens == 5
+    said = [(each["role"], each["content"]) for each in asked.messages or ()]
+    assert asked.prompt == "last" or said == [("user", "last")]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/responses", "/v1/messages", "/api/chat"])
+def test_a_wrong_value_is_refused_when_its_key_comes_last(path: str) -> None:
+    content = '{"model": "tiny", "model": 3}'
+    answer = Front().request("POST", path, content=content, headers=JSON)
+    assert answer.status_code == 400
+    assert "model" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -331,7 +371,6 @@ def test_unknown_fields_are_ignored() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"messages": [{"role": "user", "content": "x", "deep": None}]},
         {"chat_template_kwargs": {"deep": None}},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": None}}}]},
         {

@@ -152,6 +152,15 @@ def test_the_legacy_role_of_a_result_is_refused_with_a_remedy() -> None:
     assert "role 'tool'" in message
 
 
+def test_fields_that_no_template_reads_are_dropped() -> None:
+    known = {**USER, "name": "Ada"}
+    junk = {"junk": [[], []], "refusal": "no", "annotations": [1], "weight": 1, "thinking": {}}
+    assert seen({**known, **junk}) == [known]
+    assert seen({**USER, "name": {"first": "Ada"}}) == [USER]
+    reply = {"role": "assistant", "content": "x", "thinking": "Hm."}
+    assert seen(reply) == [reply]
+
+
 def test_arguments_are_bounded_in_depth() -> None:
     nested: Any = {}
     for _ in range(100):

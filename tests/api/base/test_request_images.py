@@ -11,7 +11,7 @@ from rekindle.errors import BadMedia
 from rekindle.media import loader
 from rekindle.media.decoder import Decoder
 from rekindle.media.image import DecodeError, decode_base64, decode_image
-from rekindle.media.jobs import Frame, Job, VideoJob
+from rekindle.media.jobs import Frame, MediaJob
 from rekindle.media.video import decode_video
 from rekindle.protocol.admin import IndexPrompt, Validate, Validation
 from rekindle.protocol.events import Reason
@@ -26,11 +26,11 @@ QUESTION = {"type": "text", "text": "What is this?"}
 class InProcess(Decoder):
     """Decodes here: that a process of its own does is shown elsewhere, and takes a while."""
 
-    async def decode(self, job: Job, tenant: bytes) -> list[Frame]:
+    async def decode(self, job: MediaJob, tenant: bytes) -> list[Frame]:
         try:
             data = decode_base64(job.data) if job.is_base64 else job.data
-            if isinstance(job, VideoJob):
-                return decode_video(data, job.sizing, job.fps, job.max_frames)
+            if job.sampling:
+                return decode_video(data, job.sizing, job.sampling)
             return [decode_image(data, job.sizing)]
         except DecodeError as error:
             raise BadMedia(str(error)) from None

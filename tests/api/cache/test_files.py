@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -144,6 +146,67 @@ def test_a_file_beyond_the_cache_or_the_disk_is_refused(folder: Path) -> None:
         assert "room" in error(answer)["message"]
         assert asked.runtime.admin_requests == []
     assert list(folder.iterdir()) == []
+
+
+def test_an_upload_that_announces_too_much_is_refused_before_it_is_read() -> None:
+    read: list[bytes] = []
+
+    async def parts() -> Any:
+        read.append(b"x")
+        yield b"x"
+
+    asked = front(Files())
+    answer = upload(asked, parts(), headers={**FILE, "Content-Length": str(1 << 50)})
+    assert answer.status_code == 413
+    assert read == []
+
+
+def test_an_engine_that_cannot_import_refuses_before_the_upload_is_read(folder: Path) -> None:
+    read: list[bytes] = []
+
+    async def parts() -> Any:
+        read.append(b"x")
+        yield b"x"
+
+    asked = front(Files())
+    assert asked.runtime.ready is not None
+    asked.runtime.ready.has_state_files = False
+    answer = upload(asked, parts())
+    assert answer.status_code == 400
+    assert "cannot be exported or imported" in error(answer)["message"]
+    assert read == []
+    assert asked.runtime.admin_requests == []
+
+
+def test_the_folder_of_a_server_that_was_killed_is_removed_at_the_next_start(folder: Path) -> None:
+    killed, used, other = (
+        folder / name for name in ("rekindle-transfer-1", "rekindle-transfer-2", "else")
+    )
+    link = folder / "rekindle-transfer-3"
+    for each in (killed, used, other):
+        each.mkdir()
+        (each / "state").write_bytes(CONTENT)
+    link.symlink_to(other)
+    descriptor = os.open(used, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        front(Files()).get("/health")
+    finally:
+        os.close(descriptor)
+    assert sorted(folder.iterdir()) == [other, used, link]
+    assert (other / "state").exists()
+    assert (used / "state").exists()
+
+
+def test_a_server_that_starts_leaves_the_folder_of_a_transfer_in_flight(folder: Path) -> None:
+    runtime = Files()
+
+    def answers(op: AdminOp) -> AdminResult:
+        files.remove_left_over_folders()
+        return runtime(op)
+
+    assert upload(Front(ScriptedRuntime(answers=answers), disk_floor=0)).status_code == 200
+    assert runtime.received == CONTENT
 
 
 def test_other_routes_take_no_body_of_any_size() -> None:

@@ -151,10 +151,13 @@ def test_a_bad_value_is_refused_with_the_values_it_takes(
     assert front.runtime.requests == []
 
 
-def test_pinned_state_may_last_for_ever() -> None:
+@pytest.mark.parametrize(
+    ("sent", "ttl_s"), [({}, None), ({"ttl": None}, None), ({"ttl": 60}, 60.0)]
+)
+def test_a_pin_lasts_for_its_ttl_or_for_ever(sent: dict[str, Any], ttl_s: float | None) -> None:
     front = ready()
-    assert prepare(front, pinned=True, ttl=None).status_code == 200
-    assert front.runtime.requested.prepare == Prepare(pinned=True, ttl_s=None)
+    assert prepare(front, pinned=True, **sent).status_code == 200
+    assert front.runtime.requested.prepare == Prepare(pinned=True, ttl_s=ttl_s)
 
 
 def test_text_is_bounded_wherever_it_is() -> None:

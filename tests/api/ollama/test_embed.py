@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized
+from rekindle.api.base.fields import MAX_CHARACTERS, MAX_INPUTS
+from rekindle.http.auth import OPEN_SALT
 from rekindle.protocol.embeddings import Embedded, EmbedRequest
 from rekindle.protocol.frames import Ready
 from tests.api.scripted import Front, ScriptedRuntime
@@ -15,16 +16,10 @@ from tests.api.scripted import Front, ScriptedRuntime
 VECTORS = np.array([[0.5, 0.25], [1.0, 0.0]], "<f4")
 
 
-def tokens(op: AdminOp) -> AdminResult:
-    assert isinstance(op, Tokenize)
-    ids = [1, *range(100, 100 + len(op.text or "")), 2]
-    return Tokenized(len(ids), 16, ids)
-
-
 @pytest.fixture
 def front() -> Front:
     embedded = Embedded(0, VECTORS.tobytes(), 2, prompt_tokens=7, reused_tokens=0)
-    embedder = ScriptedRuntime([embedded], name="bert", answers=tokens)
+    embedder = ScriptedRuntime([embedded], name="bert")
     embedder.supervisor.ready = Ready(context_tokens=16, pool_tokens=0, dimensions=2)
     return Front(embedders=[embedder])
 
@@ -42,17 +37,29 @@ def test_older_clients_send_a_prompt(front: Front) -> None:
     assert answer == {"embedding": VECTORS[0].tolist()}
 
 
-def inputs_of(front: Front, **fields: Any) -> list[str | list[int]]:
+def asked(front: Front, **fields: Any) -> EmbedRequest:
     front.post("/api/embed", fields)
-    asked = front.embedders[0].asked[-1]
-    assert isinstance(asked, EmbedRequest)
-    return asked.inputs
+    request = front.embedders[0].asked[-1]
+    assert isinstance(request, EmbedRequest)
+    return request
 
 
 def test_a_long_input_is_cut_unless_it_may_not_be(front: Front) -> None:
     long = "x" * 40
-    assert inputs_of(front, input=["short", long]) == ["short", [1, *range(100, 114), 2]]
-    assert inputs_of(front, input=long, truncate=False) == [long]
+    assert asked(front, input=["short", long]) == EmbedRequest(
+        inputs=["short", long], truncate=True, salt=OPEN_SALT
+    )
+    assert asked(front, input=long, truncate=False).truncate is False
+
+
+def test_the_number_of_inputs_and_their_text_are_limited(front: Front) -> None:
+    answer = front.post("/api/embed", {"input": ["x"] * (MAX_INPUTS + 1)})
+    assert answer.status_code == 400
+    assert f"at most {MAX_INPUTS} inputs, not {MAX_INPUTS + 1}" in answer.json()["error"]
+    answer = front.post("/api/embed", {"input": ["x" * (MAX_CHARACTERS // 2 + 1)] * 2})
+    assert answer.status_code == 400
+    assert "characters" in answer.json()["error"]
+    assert not front.embedders[0].asked
 
 
 def test_no_input_asks_whether_the_model_is_there(front: Front) -> None:

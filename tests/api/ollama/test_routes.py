@@ -10,11 +10,14 @@ import httpx
 import pytest
 
 from rekindle.errors import TooManyRequests
-from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized
+from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized, pack_ids
+from rekindle.protocol.events import Started, TokenLogprob
 from tests.api.scripted import (
     Front,
+    Script,
     ScriptedRuntime,
     calling,
+    delta,
     failed,
     finished,
     hit,
@@ -65,7 +68,9 @@ def test_a_reply_is_streamed_by_the_line_unless_asked_otherwise() -> None:
 
 
 def test_a_reply_to_a_prompt_is_streamed_likewise() -> None:
-    front = Front(ScriptedRuntime(reply("Hel", "lo"), answers=lambda _op: Tokenized(2, 9, [3, 4])))
+    front = Front(
+        ScriptedRuntime(reply("Hel", "lo"), answers=lambda _op: Tokenized(2, 9, pack_ids([3, 4])))
+    )
     first, second, last = lines(generate(front))
     assert (first["response"], second["response"]) == ("Hel", "lo")
     assert last["context"] == [3, 4]
@@ -256,11 +261,11 @@ def test_a_prompt_continues_the_context_of_an_earlier_answer() -> None:
         """A model whose turn is `1 … 2`, whose reply begins with 3 and whose words are 9."""
         assert isinstance(op, Tokenize)
         if op.messages is None:
-            return Tokenized(1, 99, [9])
+            return Tokenized(1, 99, pack_ids([9]))
         ids = [token for _ in op.messages for token in (1, 9, 2)]
         if op.continue_final_message:
-            return Tokenized(0, 99, ids[:-1])
-        return Tokenized(0, 99, [*ids, 3] if op.add_generation_prompt else ids)
+            return Tokenized(0, 99, pack_ids(ids[:-1]))
+        return Tokenized(0, 99, pack_ids([*ids, 3] if op.add_generation_prompt else ids))
 
     runtime = ScriptedRuntime(reply("Hi"), answers=tokens)
     assert runtime.ready is not None
@@ -269,3 +274,48 @@ def test_a_prompt_continues_the_context_of_an_earlier_answer() -> None:
     answer = generate(front, context=[1, 8, 2], stream=False).json()
     assert runtime.requested.prompt == [1, 8, 2, 1, 9, 2, 3]
     assert answer["context"] == [1, 8, 2, 1, 9, 2, 3, 9, 2]
+
+
+LOGS = [TokenLogprob(b"Hi", -0.5, [(b"Hi", -0.5), (b"Ho", -1.5)])]
+SHOWN = [
+    {
+        "token": "Hi",
+        "logprob": -0.5,
+        "bytes": [72, 105],
+        "top_logprobs": [
+            {"token": "Hi", "logprob": -0.5, "bytes": [72, 105]},
+            {"token": "Ho", "logprob": -1.5, "bytes": [72, 111]},
+        ],
+    }
+]
+
+
+@pytest.mark.parametrize("ask", [chat, generate])
+def test_log_probabilities_come_with_their_text(ask: Any) -> None:
+    script: Script = [Started(0, 9, 0), delta("Hi", LOGS), finished()]
+    front = Front(ScriptedRuntime(script, answers=lambda _op: Tokenized(1, 9, pack_ids([3]))))
+    first, last = lines(ask(front, logprobs=True, top_logprobs=2))
+    assert front.runtime.requested.sampling.top_logprobs == 2
+    assert first["logprobs"] == SHOWN
+    assert "logprobs" not in last
+    assert ask(front, logprobs=True, stream=False).json()["logprobs"] == SHOWN
+    assert front.runtime.requests[-1].sampling.top_logprobs == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"logprobs": False}, {"top_logprobs": 0}])
+def test_without_the_switch_there_are_no_log_probabilities(fields: dict[str, Any]) -> None:
+    front = Front()
+    assert "logprobs" not in chat(front, stream=False, **fields).json()
+    assert front.runtime.requested.sampling.top_logprobs is None
+
+
+def test_alternatives_need_log_probabilities() -> None:
+    answer = chat(Front(), top_logprobs=2)
+    assert answer.status_code == httpx.codes.BAD_REQUEST
+    assert "`top_logprobs` needs `logprobs: true`" in answer.json()["error"]
+
+
+def test_typical_p_is_an_option() -> None:
+    front = Front()
+    chat(front, options={"typical_p": 0.7})
+    assert front.runtime.requested.sampling.typical_p == 0.7

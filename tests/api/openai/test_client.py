@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from rekindle.protocol.events import TokenLogprob
+from rekindle.protocol.events import Started, TokenLogprob
 from tests.api.live import Live, live
 from tests.api.scripted import Front, ScriptedRuntime, failed, finished, hit, reply
 
@@ -27,7 +28,8 @@ def client_of(server: Live, key: str = "secret") -> openai.OpenAI:
 
 @pytest.fixture
 def client() -> Iterator[openai.OpenAI]:
-    runtime = ScriptedRuntime(reply("Hel", "lo", logs=LOGS, end=finished(cache=hit(9))))
+    script = reply("Hel", "lo", logs=LOGS, end=finished(cache=hit(9)))
+    runtime = ScriptedRuntime([Started(0, 9, 4), *script])
     with live(Front(runtime, api_key=["secret"])) as server, client_of(server) as client:
         yield client
 
@@ -53,12 +55,59 @@ def test_a_chat_comes_as_a_stream_with_usage_and_cache(client: openai.OpenAI) ->
         extra_body={"use_kv_cache": True},
     )
     *parts, usage, cache = list(stream)
-    text = "".join(part.choices[0].delta.content or "" for part in parts)
+    text = "".join(part.choices[0].delta.content or "" for part in [*parts, cache])
     assert text == "Hello"
     assert usage.usage is not None
-    assert cache.choices == []
+    assert usage.choices == [], "OpenAI's convention for the chunk of `include_usage`"
+    assert cache.choices[0].finish_reason is None
+    assert cache.usage == usage.usage, "the SDK's stream helper takes it from the last chunk"
     assert cache.model_extra is not None
     assert cache.model_extra["reused_tokens"] == 9
+
+
+REPORTED: dict[str, Any] = {"use_kv_cache": True, "prefill_progress": True}
+
+
+def test_the_usual_loop_over_a_stream_works_to_its_end(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="default", messages=MESSAGES, stream=True, extra_body=REPORTED
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Hello"
+    assert any("prefill_progress" in (chunk.model_extra or {}) for chunk in chunks)
+    assert "reused_tokens" in (chunks[-1].model_extra or {})
+    texts = client.completions.create(
+        model="default", prompt="a", stream=True, extra_body={"use_kv_cache": True}
+    )
+    assert "".join(chunk.choices[0].text for chunk in texts) == "Hello"
+
+
+def test_the_usual_loop_of_the_asynchronous_client_works_to_its_end() -> None:
+    runtime = ScriptedRuntime([Started(0, 9, 4), *reply("Hel", "lo", end=finished(cache=hit(9)))])
+
+    async def loop(url: str) -> str:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            stream = await client.chat.completions.create(
+                model="default", messages=MESSAGES, stream=True, extra_body=REPORTED
+            )
+            texts = [chunk.choices[0].delta.content async for chunk in stream]
+        return "".join(text or "" for text in texts)
+
+    with live(Front(runtime)) as server:
+        assert asyncio.run(loop(server.url)) == "Hello"
+
+
+def test_the_stream_helper_takes_the_report_for_no_part_of_the_reply(
+    client: openai.OpenAI,
+) -> None:
+    with client.chat.completions.stream(
+        model="default", messages=MESSAGES, extra_body=REPORTED
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert kinds.count("content.done") == 1
+    assert final.choices[0].message.content == "Hello"
+    assert final.choices[0].finish_reason == "stop"
 
 
 def test_the_clients_own_stream_helper_understands_it(client: openai.OpenAI) -> None:

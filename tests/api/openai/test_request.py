@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from rekindle.api.openai.schema import NOT_SERVED, ChatRequest, CompletionRequest
+from rekindle.api.openai.known_fields import CHAT_FIELDS
+from rekindle.api.openai.schema import ChatRequest, CompletionRequest
 from rekindle.protocol.frames import frame
 from rekindle.protocol.requests import GenerateRequest, ToolUse
 from tests.api.scripted import Front, ScriptedRuntime, error
@@ -30,13 +31,24 @@ def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
         "top_p": 0.9,
         "top_k": 0,
         "min_p": 0.0,
+        "typical_p": 1.0,
         "repetition_penalty": 1.0,
         "repetition_context_size": 20,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "dry_multiplier": 0.0,
+        "dry_base": 1.75,
+        "dry_allowed_length": 2,
+        "dry_penalty_last_n": -1,
+        "dry_sequence_breakers": ("\n", ":", '"', "*"),
         "logit_bias": {},
+        "bad_words": (),
+        "min_tokens": 0,
         "seed": None,
         "top_logprobs": None,
+        "dry_breakers": (),
+        "bad_words_tokens": (),
+        "end_tokens": (),
     }
     assert (request.stop, request.ignore_eos, request.reuse, request.exact) == (
         [],
@@ -106,7 +118,7 @@ def test_a_number_may_be_written_with_a_decimal_point() -> None:
 
 
 def test_a_null_stands_for_the_servers_default() -> None:
-    fields = set(ChatRequest.model_fields) - {"messages"} | set(NOT_SERVED)
+    fields = set(ChatRequest.model_fields) - {"messages"} | set(CHAT_FIELDS)
     assert requested(**dict.fromkeys(fields)) == requested()
 
 

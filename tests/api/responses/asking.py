@@ -51,24 +51,34 @@ LOOK: dict[str, Any] = {
 class Documents:
     """Keeps documents as a runtime does, for one tenant."""
 
-    def __init__(self, *, has_room: bool = True) -> None:
+    def __init__(self, *, has_room: bool = True, durable: bool = True) -> None:
         self.kept: dict[str, bytes] = {}
         self._has_room = has_room
+        self._durable = durable
 
     def answer(self, op: AdminOp) -> AdminResult:
         match op:
             case StoreDocument(key=key, content=content):
                 if self._has_room:
                     self.kept[key] = content
-                return DocumentStored(self._has_room)
+                return DocumentStored(self._has_room, self._durable)
             case GetDocument(key) if key in self.kept:
                 return Document(key, self.kept[key])
             case DeleteEntry(key) if key in self.kept:
                 del self.kept[key]
-                return Removed(1, 0)
+                return Removed(1, 0, self._durable)
             case Tokenize():
                 return Tokenized(len(op.messages or ()) + 40, 4096)
         raise unknown_key()
+
+
+class StoppedRuntime(ScriptedRuntime):
+    """Answers turns, but never says that it has stored a document."""
+
+    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+        if isinstance(op, StoreDocument):
+            await asyncio.Event().wait()
+        return await super().admin(op, salt=salt, admin=admin)
 
 
 def runtime_of(*scripts: Script, **options: Any) -> ScriptedRuntime:

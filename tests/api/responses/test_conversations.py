@@ -11,9 +11,10 @@ import httpx
 import openai
 import pytest
 
+from rekindle.api.responses import stored
 from rekindle.protocol.admin import AdminOp, AdminResult, GetDocument
 from tests.api.live import live
-from tests.api.responses.asking import Documents, front_of
+from tests.api.responses.asking import Documents, StoppedRuntime, front_of
 from tests.api.scripted import Front, Script, ScriptedRuntime, error, reply
 
 HELLO: Any = {"role": "user", "content": "hello"}
@@ -132,6 +133,53 @@ def test_a_conversation_for_which_there_is_no_room_is_a_507() -> None:
     with client_of(documents=full) as (client, _), pytest.raises(openai.APIStatusError) as caught:
         client.conversations.create(items=[HELLO])
     assert caught.value.status_code == 507
+
+
+def test_a_conversation_that_the_runtime_does_not_confirm_is_a_503(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stored, "SAVE_TIMEOUT_S", 0.01)
+    documents = Documents()
+    documents.kept["conv_a"] = b'{"id": "conv_a", "object": "conversation", "metadata": {}}'
+    front = Front(StoppedRuntime(answers=documents.answer))
+    for path, body in (
+        ("/v1/conversations", {"items": [HELLO]}),
+        ("/v1/conversations/conv_a", {"metadata": {"a": "b"}}),
+        ("/v1/conversations/conv_a/items", {"items": [HELLO]}),
+    ):
+        response = front.post(path, body)
+        assert response.status_code == httpx.codes.SERVICE_UNAVAILABLE
+        assert error(response)["code"] == "not_stored"
+        assert "try again" in error(response)["message"]
+    response = front.post("/v1/responses", {"input": "x", "conversation": "conv_a"})
+    assert (response.json()["store"], response.json()["conversation"]) == (False, None)
+
+
+def test_a_change_that_is_in_memory_only_says_so() -> None:
+    front = Front(ScriptedRuntime(answers=Documents(durable=False).answer))
+    made = front.post("/v1/conversations", {"items": [HELLO]}).json()
+    path = f"/v1/conversations/{made['id']}"
+    added = front.post(f"{path}/items", {"items": [HELLO]}).json()
+    item = f"{path}/items/{added['last_id']}"
+    answers = [
+        made,
+        added,
+        front.post(path, {"metadata": {}}).json(),
+        front.post(
+            "/v1/responses", {"input": "x", "conversation": made["id"], "store": False}
+        ).json(),
+        front.request("DELETE", item).json(),
+        front.request("DELETE", path).json(),
+    ]
+    assert [each.get("durable") for each in answers] == [False] * len(answers)
+    assert "durable" not in front_of().post("/v1/conversations", {}).json()
+
+
+def test_a_deleted_response_that_may_come_back_says_so() -> None:
+    front = Front(ScriptedRuntime(answers=Documents(durable=False).answer))
+    made = front.post("/v1/responses", {"input": "x"}).json()
+    deleted = front.request("DELETE", f"/v1/responses/{made['id']}").json()
+    assert (deleted["deleted"], deleted["durable"]) == (True, False)
 
 
 def test_a_response_whose_conversation_is_gone_when_it_ends_says_so() -> None:

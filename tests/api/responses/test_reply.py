@@ -10,12 +10,14 @@ import pytest
 
 from rekindle.api.base.fields import TextBudget
 from rekindle.api.base.signature import signed_text
+from rekindle.api.responses import stored
 from rekindle.api.responses.reply import ResponseReply
 from rekindle.protocol.admin import StoreDocument
 from rekindle.protocol.events import Prefill, Started, TokenLogprob
 from tests.api.responses.asking import (
     TOOL,
     Documents,
+    StoppedRuntime,
     answered,
     ask,
     both,
@@ -241,6 +243,22 @@ def test_a_response_for_which_there_is_no_room_says_that_it_is_not_stored() -> N
     assert answered(Front(runtime))["store"] is False
     runtime = ScriptedRuntime(answers=Documents(has_room=False).answer)
     assert answered(Front(runtime), stream=True)["store"] is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_the_runtime_does_not_confirm_is_not_called_stored(
+    monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    monkeypatch.setattr(stored, "SAVE_TIMEOUT_S", 0.01)
+    assert answered(Front(StoppedRuntime()), stream=stream)["store"] is False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_that_is_in_memory_only_says_so(stream: bool) -> None:
+    runtime = ScriptedRuntime(answers=Documents(durable=False).answer)
+    response = answered(Front(runtime), stream=stream)
+    assert (response["store"], response["durable"]) == (True, False)
+    assert "durable" not in answered(front_of(), stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -417,3 +417,21 @@ def test_free_form_json_has_a_depth_limit() -> None:
     named = {"type": "function", "name": "look", "x": deep}
     allowed = {"type": "allowed_tools", "mode": "auto", "tools": [named]}
     assert "nested" in refused(tool_choice=allowed, tools=[TOOL])
+
+
+def test_the_number_of_calls_in_a_response_can_be_limited() -> None:
+    assert requested(tools=[TOOL], max_tool_calls=2).tool_use == ToolUse(max_calls=2)
+    assert requested(tools=[TOOL]).tool_use == ToolUse()
+    assert ask(front_of(), max_tool_calls=2).json()["max_tool_calls"] == 2
+    assert ask(front_of(), max_tool_calls=0).status_code == httpx.codes.BAD_REQUEST
+
+
+@pytest.mark.parametrize(
+    "fields", [{"mode": "some"}, {"tools": []}, {"tools": [{"type": "function", "name": 3}]}]
+)
+def test_a_wrong_list_of_allowed_tools_is_not_taken_for_a_tool_of_openai(
+    fields: dict[str, Any],
+) -> None:
+    named = {"type": "function", "name": "look"}
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [named], **fields}
+    assert "tool_choice" in refused(tools=[TOOL], tool_choice=allowed)

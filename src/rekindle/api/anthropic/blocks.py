@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    Field,
-)
+from pydantic import AfterValidator, Field
 
 from rekindle.api.base.fields import MAX_ITEMS, StrictModel, explain_items, limit_depth
 
@@ -28,11 +25,19 @@ ServerBlock = Literal[
 ]
 
 
+T = TypeVar("T")
+Blocks = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+TextOrBlocks = Annotated[
+    str | Blocks[T], explain_items("block", "takes a string, or a list of content blocks")
+]
+Lifetime = Literal["5m", "1h"]  # of cached state
+
+
 class CacheControl(StrictModel):
     """Asks to keep the state of everything before it. It does not change the prompt."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
+    ttl: Lifetime = "5m"
 
 
 class Block(StrictModel):
@@ -81,7 +86,7 @@ class SearchResultBlock(Block):
     type: Literal["search_result"]
     source: str
     title: str
-    content: Annotated[list[TextBlock], Field(max_length=MAX_ITEMS, fail_fast=True)]
+    content: Blocks[TextBlock]
 
 
 class ToolReferenceBlock(Block):
@@ -115,21 +120,14 @@ class UnservedBlock(Block):
     type: ServerBlock
 
 
-_explained = explain_items("block", "takes a string, or a list of content blocks")
-ResultBlock = Annotated[
-    TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | UnservedBlock,
-    Field(discriminator="type"),
-]
-ResultContent = Annotated[
-    str | Annotated[list[ResultBlock], Field(max_length=MAX_ITEMS, fail_fast=True)],
-    _explained,
-]
+InputBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock
+ResultBlock = Annotated[InputBlock | UnservedBlock, Field(discriminator="type")]
 
 
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: ResultContent | None = None
+    content: TextOrBlocks[ResultBlock] | None = None
     is_error: bool | None = None
 
     @property
@@ -138,25 +136,13 @@ class ToolResultBlock(Block):
 
 
 ContentBlock = Annotated[
-    TextBlock
-    | ImageBlock
-    | DocumentBlock
-    | SearchResultBlock
-    | ToolReferenceBlock
+    InputBlock
     | ThinkingBlock
     | RedactedThinkingBlock
     | ToolUseBlock
     | ToolResultBlock
     | UnservedBlock,
     Field(discriminator="type"),
-]
-Content = Annotated[
-    str | Annotated[list[ContentBlock], Field(max_length=MAX_ITEMS, fail_fast=True)],
-    _explained,
-]
-SystemContent = Annotated[
-    str | Annotated[list[TextBlock], Field(max_length=MAX_ITEMS, fail_fast=True)],
-    _explained,
 ]
 
 

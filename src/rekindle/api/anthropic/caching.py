@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 from blake3 import blake3
 
-from rekindle.api.anthropic.blocks import CacheControl, ToolResultBlock, as_blocks
+from rekindle.api.anthropic.blocks import CacheControl, Lifetime, as_blocks
 from rekindle.api.anthropic.schema import MessagesRequest
 from rekindle.protocol.events import CacheReport, Finished, Reason
-
-Lifetime = Literal["5m", "1h"]
 
 
 def input_usage(
@@ -20,7 +18,8 @@ def input_usage(
 ) -> dict[str, Any]:
     """Usage of a prompt, which is known before the first token.
 
-    Everything computed is kept. It counts as created only if the client set a `lifetime`.
+    Everything computed is kept. It counts as created only if a `cache_control` mark pins it for a
+    `lifetime`. Otherwise the prompt is `input_tokens` plus `cache_read_input_tokens`.
     """
     computed = prompt_tokens - reused_tokens
     created = computed if lifetime else 0
@@ -37,9 +36,11 @@ def input_usage(
 
 
 def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
-    kept = lifetime if turn.cache.cached_tokens else None
+    is_pinned = turn.cache.cached_tokens and not turn.cache.pin_refused
     return {
-        **input_usage(turn.prompt_tokens, turn.cache.reused_tokens, kept),
+        **input_usage(
+            turn.prompt_tokens, turn.cache.reused_tokens, lifetime if is_pinned else None
+        ),
         "output_tokens": turn.completion_tokens,
         "output_tokens_details": {"thinking_tokens": turn.reasoning_tokens},
     }
@@ -56,15 +57,8 @@ def lifetime_of(body: MessagesRequest) -> Lifetime | None:
 
 def _marks(body: MessagesRequest) -> Iterator[CacheControl | None]:
     yield body.cache_control
-    for tool in body.tools or ():
-        yield tool.cache_control
-    for block in as_blocks(body.system):
-        yield block.cache_control
-    for message in body.messages:
-        for block in message.blocks:
-            yield block.cache_control
-            if isinstance(block, ToolResultBlock):
-                yield from (each.cache_control for each in block.blocks)
+    for each in (*(body.tools or ()), *as_blocks(body.system), *body.blocks):
+        yield each.cache_control
 
 
 # An id is PREFIX, MODEL_DIGITS of the model's hash, and 24 random digits.

@@ -52,15 +52,9 @@ def messages_of(body: PromptFields, toolbox: Toolbox) -> list[Message]:
 def loaded_tools(body: PromptFields, toolbox: Toolbox) -> list[dict[str, Any]]:
     """The deferred tools that the conversation refers to or `tool_choice` names."""
     named = [body.tool_choice.name] if body.tool_choice and body.tool_choice.name else []
-    names = dict.fromkeys([*_references(body.messages), *named])
+    referred = [each.tool_name for each in body.blocks if isinstance(each, ToolReferenceBlock)]
+    names = dict.fromkeys([*referred, *named])
     return [toolbox.deferred[name] for name in names if name in toolbox.deferred]
-
-
-def _references(messages: Sequence[InputMessage]) -> Iterator[str]:
-    for message in messages:
-        for block in message.blocks:
-            within = block.blocks if isinstance(block, ToolResultBlock) else [block]
-            yield from (each.tool_name for each in within if isinstance(each, ToolReferenceBlock))
 
 
 class _Rendering:

@@ -39,15 +39,9 @@ class ReplyContent:
 
     def __init__(self, *, shows_thinking: bool = True) -> None:
         self._shows_thinking = shows_thinking
-        self._blocks: list[dict[str, Any]] = []
+        self.blocks: list[dict[str, Any]] = []  # complete after `close`
         self._pieces: list[str] = []  # of the open block
         self._is_open = False
-
-    @property
-    def blocks(self) -> list[dict[str, Any]]:
-        """All blocks. The last one must be closed."""
-        assert not self._is_open
-        return self._blocks
 
     def add(self, part: Part) -> list[SseEvent]:
         match part:
@@ -72,7 +66,7 @@ class ReplyContent:
         if not self._is_open:
             return []
         self._is_open = False
-        text, block, events = "".join(self._pieces), self._blocks[-1], list[SseEvent]()
+        text, block, events = "".join(self._pieces), self.blocks[-1], list[SseEvent]()
         match block["type"]:
             case "text":
                 block["text"] = text
@@ -87,12 +81,12 @@ class ReplyContent:
 
     def _opened(self, block: dict[str, Any]) -> list[SseEvent]:
         """Open a block for a part, unless one of this type is open."""
-        if self._is_open and self._blocks[-1]["type"] == block["type"]:
+        if self._is_open and self.blocks[-1]["type"] == block["type"]:
             return []
         return [*self.close(), self._open(block)]
 
     def _open(self, block: dict[str, Any]) -> SseEvent:
-        self._blocks.append(block)
+        self.blocks.append(block)
         self._pieces, self._is_open = [], True
         return self._event("content_block_start", content_block=dict(block))
 
@@ -101,7 +95,7 @@ class ReplyContent:
         return self._event("content_block_delta", delta={"type": kind, field: text})
 
     def _event(self, kind: str, **fields: Any) -> SseEvent:
-        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+        return {"type": kind, "index": len(self.blocks) - 1, **fields}
 
 
 def _input(arguments: str) -> dict[str, Any]:

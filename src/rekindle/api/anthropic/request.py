@@ -11,7 +11,6 @@ from rekindle.api.anthropic.schema import MessagesRequest, PromptFields, Toolbox
 from rekindle.api.base.messages import Message
 from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_default, short_name
 from rekindle.config import Config
-from rekindle.protocol.admin import Tokenize
 from rekindle.protocol.requests import GenerateRequest, Names
 
 
@@ -25,7 +24,7 @@ class Conversation:
 
     @classmethod
     def of(cls, body: PromptFields) -> Conversation:
-        toolbox = Toolbox.of(body.tools)
+        toolbox = Toolbox(body.tools)
         return cls(messages_of(body, toolbox), toolbox, loaded_tools(body, toolbox))
 
 
@@ -37,11 +36,10 @@ def generate_request(
     message_id: str,
 ) -> GenerateRequest:
     """`message_id` is the id of the reply."""
-    toolbox = conversation.toolbox
     return builder.build(
-        **_prompt_fields(body, toolbox, chat, builder.config),
+        **prompt_fields(body, conversation, chat, builder.config),
         loaded_tools=conversation.loaded,
-        tool_use=toolbox.tool_use(body.tool_choice),
+        tool_use=conversation.toolbox.tool_use(body.tool_choice),
         structured_output=body.structure,
         sampling=body.sampling_params(builder.config),
         max_tokens=body.max_tokens,
@@ -51,21 +49,13 @@ def generate_request(
     )
 
 
-def count_request(
+def prompt_fields(
     body: PromptFields, conversation: Conversation, chat: RenderedChat, config: Config
-) -> Tokenize:
-    """Ask how many tokens the prompt has."""
-    fields = _prompt_fields(body, conversation.toolbox, chat, config)
-    return Tokenize(**fields, with_tokens=False)
-
-
-def _prompt_fields(
-    body: PromptFields, toolbox: Toolbox, chat: RenderedChat, config: Config
 ) -> dict[str, Any]:
     continues = body.continues_reply
     return {
         **chat.fields,
-        "tools": toolbox.shown or None,
+        "tools": conversation.toolbox.shown or None,
         "template_kwargs": _template_kwargs(body),
         "add_generation_prompt": not continues,
         "continue_final_message": continues,

@@ -16,15 +16,16 @@ from starlette.types import Scope
 from rekindle.api.anthropic.caching import new_message_id
 from rekindle.api.anthropic.errors import ROOT, VERSION, AnthropicErrorBody
 from rekindle.api.anthropic.reply import MessageReply
-from rekindle.api.anthropic.request import Conversation, count_request, generate_request
+from rekindle.api.anthropic.request import Conversation, generate_request, prompt_fields
 from rekindle.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
-from rekindle.protocol.admin import Tokenized
+from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.worker.client import RuntimeClient
 
 ERRORS = documented(400, model=AnthropicErrorBody)
@@ -43,9 +44,14 @@ async def create_message(
     conversation = await run_off_loop(request, Conversation.of, body)
     chat = await render_chat(request, runtime, conversation.messages)
     message_id = new_message_id(runtime.name)
-    builder = RequestBuilder.of(request)
+    builder = RequestBuilder.of(request, runtime)
     turn = generate_request(body, conversation, chat, builder, message_id)
-    headers = ignored_headers({IGNORED_TOOLS_HEADER: conversation.toolbox.ignored})
+    headers = ignored_headers(
+        {
+            IGNORED_FIELDS_HEADER: body.ignored_fields,
+            IGNORED_TOOLS_HEADER: conversation.toolbox.ignored,
+        }
+    )
     reply = MessageReply(request, runtime, turn, body, message_id, headers=headers)
     return await reply.respond(stream=bool(body.stream))
 
@@ -59,7 +65,8 @@ async def count_tokens(
     runtime = _runtime(models, body.model, number)
     conversation = await run_off_loop(request, Conversation.of, body)
     chat = await render_chat(request, runtime, conversation.messages)
-    op = count_request(body, conversation, chat, models.config)
+    fields = prompt_fields(body, conversation, chat, models.config)
+    op = Tokenize(**fields, with_tokens=False)
     found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     return JsonResponse({"input_tokens": found.count})
 
@@ -81,11 +88,10 @@ class VersionedRoute(APIRoute):
         return super().matches(scope)
 
 
-models_router = APIRouter(include_in_schema=False)
-versioned = APIRouter(route_class=VersionedRoute, include_in_schema=False)
+models_router = APIRouter(route_class=VersionedRoute, include_in_schema=False)
 
 
-@versioned.get("/v1/models")
+@models_router.get("/v1/models")
 async def list_models(request: Request) -> Response:
     """List the models that answer /v1/messages."""
     models = models_of(request)
@@ -95,7 +101,7 @@ async def list_models(request: Request) -> Response:
     return JsonResponse({"data": data, **page})
 
 
-@versioned.get("/v1/models/{model:path}")
+@models_router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> Response:
     """Show one model."""
     if not model:
@@ -104,13 +110,10 @@ async def retrieve_model(model: str, request: Request) -> Response:
     return JsonResponse(_model(models.runtime(model), models.started_at))
 
 
-@models_router.get("/api/hello")
+@router.get("/api/hello", include_in_schema=False)
 async def hello() -> Response:
     """Answer the first request of Claude Code, which checks that the server is up."""
     return JsonResponse({"message": "hello"})
-
-
-models_router.include_router(versioned)
 
 
 def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:

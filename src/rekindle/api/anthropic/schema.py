@@ -1,23 +1,19 @@
-"""Validates Messages requests. Unknown fields, such as those of beta features, are ignored."""
+"""Validates Messages requests. Unknown fields, such as those of beta features, are dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rekindle.api.anthropic.blocks import (
     CacheControl,
-    Content,
-    SystemContent,
+    ContentBlock,
+    TextBlock,
+    TextOrBlocks,
     ThinkingBlock,
+    ToolResultBlock,
     ToolUseBlock,
     as_blocks,
 )
@@ -35,6 +31,7 @@ from rekindle.api.base.fields import (
     limit_depth,
     limit_text,
 )
+from rekindle.api.base.known_fields import FieldTable, Ignored, KnownFields, Refused
 from rekindle.api.base.messages import limit_messages
 from rekindle.api.base.sampling import CommonSampling
 from rekindle.api.base.tools import ToolSelection, refuse_duplicates
@@ -42,6 +39,16 @@ from rekindle.errors import BadRequest
 from rekindle.protocol.requests import StructuredOutput, ToolUse
 
 FORMAT = "output_config.format"
+FIELD_TABLE: FieldTable = {
+    "mcp_servers": Refused("the server calls no MCP servers: send `tools` instead of", ([],)),
+    "container": Ignored("no tool runs on the server"),
+    "context_management": Ignored("conversations are used as they are sent", ({},)),
+    "service_tier": Ignored("there is one tier"),
+    "inference_geo": Ignored("the server is where it is"),
+    "speed": Ignored("there is one speed", ("standard",)),
+    "betas": Ignored("features are not versioned", ([],)),
+    "user_profile_id": Ignored("API keys identify users"),
+}
 
 
 class Tool(StrictModel):
@@ -58,10 +65,9 @@ class Tool(StrictModel):
 
     @model_validator(mode="after")
     def _is_defined(self) -> Tool:
-        if self.is_clients:
-            for field_name in ("name", "input_schema"):
-                if getattr(self, field_name) is None:
-                    raise ValueError(f"needs `{field_name}`, as every tool of a client does")
+        for name in ("name", "input_schema") if self.is_clients else ():
+            if getattr(self, name) is None:
+                raise ValueError(f"needs `{name}`, as every tool of a client does")
         return self
 
     @property
@@ -69,13 +75,14 @@ class Tool(StrictModel):
         return self.type in (None, "custom")
 
     def described(self) -> dict[str, Any]:
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.input_schema
-        if self.strict is not None:
-            function["strict"] = self.strict
-        return {"type": "function", "function": function}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict,
+        }
+        known = {key: value for key, value in function.items() if value is not None}
+        return {"type": "function", "function": known}
 
 
 def _distinct(tools: list[Tool]) -> list[Tool]:
@@ -104,30 +111,25 @@ class ToolChoice(StrictModel):
         return self
 
 
-@dataclass(frozen=True, slots=True)
 class Toolbox:
     """The tools of one request, by where the prompt describes them."""
 
-    shown: list[dict[str, Any]] = field(default_factory=list)  # at the beginning
-    deferred: dict[str, dict[str, Any]] = field(default_factory=dict)  # where they are referred to
-    ignored: list[str] = field(default_factory=list)  # nowhere: they run on Anthropic's servers
-    names: set[str] = field(default_factory=set)  # of those shown and deferred
-
-    @classmethod
-    def of(cls, tools: Sequence[Tool] | None) -> Toolbox:
-        box = cls()
+    def __init__(self, tools: Sequence[Tool] | None) -> None:
+        self.shown: list[dict[str, Any]] = []  # at the beginning of the prompt
+        self.deferred: dict[str, dict[str, Any]] = {}  # where they are first named
+        self.ignored: list[str] = []  # left out, because they run on Anthropic's servers
+        self.names: set[str] = set()  # of the shown and the deferred tools
         for tool in tools or ():
             if not tool.is_clients:
-                box.ignored.append(tool.name or tool.type or "")
+                self.ignored.append(tool.name or tool.type or "")
                 continue
             described = tool.described()
             name = described["function"]["name"]
-            box.names.add(name)
+            self.names.add(name)
             if tool.defer_loading:
-                box.deferred[name] = described
+                self.deferred[name] = described
             else:
-                box.shown.append(described)
-        return box
+                self.shown.append(described)
 
     def tool_use(self, choice: ToolChoice | None) -> ToolUse:
         """Resolve `tool_choice`. A choice of an ignored tool has no effect."""
@@ -154,7 +156,7 @@ def _missing(choice: ToolChoice) -> str:
 
 class InputMessage(StrictModel):
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: TextOrBlocks[ContentBlock]
 
     @property
     def blocks(self) -> list[Any]:
@@ -185,14 +187,16 @@ class Diagnostics(StrictModel):
     previous_message_id: str | None = Field(None, max_length=256)
 
 
-class PromptFields(StrictModel):
+class PromptFields(KnownFields, StrictModel):
     """The fields that make up the prompt."""
+
+    field_table: ClassVar[FieldTable] = FIELD_TABLE
 
     model: str | None = None
     messages: Annotated[
         list[InputMessage], Field(fail_fast=True, min_length=1), BeforeValidator(limit_messages)
     ] = Field(max_length=MAX_ITEMS)
-    system: Annotated[SystemContent, BeforeValidator(limit_text)] | None = None
+    system: Annotated[TextOrBlocks[TextBlock], BeforeValidator(limit_text)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
@@ -203,6 +207,15 @@ class PromptFields(StrictModel):
     normalise: Normalise | None = Field(
         None, description="Whether to remove volatile parts of the prompt, or which ones"
     )
+
+    @property
+    def blocks(self) -> Iterator[Any]:
+        """The blocks of all messages, each tool result followed by its own blocks."""
+        for message in self.messages:
+            for block in message.blocks:
+                yield block
+                if isinstance(block, ToolResultBlock):
+                    yield from block.blocks
 
     @property
     def structure(self) -> StructuredOutput | None:

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from rekindle.errors import CacheKeyNotFound, ServerError, Unavailable
 from rekindle.http.auth import caller_of
-from rekindle.protocol.admin import AdminOp, AdminResult, EntryInfo, ShowEntry
+from rekindle.protocol.admin import (
+    AdminOp,
+    AdminResult,
+    DocumentStored,
+    EntryInfo,
+    Removed,
+    ShowEntry,
+)
 from rekindle.protocol.events import Reason
 from rekindle.worker.client import RuntimeClient
 
 T = TypeVar("T", bound=AdminResult)
 
 
+def durability(*results: EntryInfo | Removed | DocumentStored) -> dict[str, Any]:
+    """`durable: false` if the disk refused a change, which then lasts until a restart."""
+    return {} if all(result.durable for result in results) else {"durable": False}
+
+
+@dataclass(frozen=True, slots=True)
 class AdminClient:
     """Acts for a tenant, who sees its own state, or for an admin, who sees all state."""
 
-    def __init__(self, salt: bytes, *, admin: bool = False) -> None:
-        self.salt = salt
-        self.is_admin = admin
+    salt: bytes
+    is_admin: bool = False
 
     @classmethod
     def of(cls, request: Request) -> AdminClient:
         caller = caller_of(request)
-        return cls(caller.salt, admin=caller.admin)
+        return cls(caller.salt, caller.admin)
 
     @classmethod
     def of_tenant(cls, request: Request) -> AdminClient:
@@ -54,19 +68,13 @@ class AdminClient:
                     raise
         raise absent
 
-    async def knows(self, runtimes: Sequence[RuntimeClient], cache_key: str) -> bool:
-        """Whether one of the runtimes has the key. A runtime that does not answer counts as no."""
-        try:
-            await self.find(runtimes, ShowEntry(cache_key), EntryInfo)
-        except ServerError:
-            return False
-        return True
-
 
 async def refine_reason(
     reason: Reason, cache_key: str, others: Sequence[RuntimeClient], salt: bytes
 ) -> Reason:
     """Replace CACHE_KEY_NOT_FOUND by MODEL_MISMATCH if another loaded model has the key."""
-    if reason is Reason.CACHE_KEY_NOT_FOUND and await AdminClient(salt).knows(others, cache_key):
-        return Reason.MODEL_MISMATCH
+    if reason is Reason.CACHE_KEY_NOT_FOUND:
+        with contextlib.suppress(ServerError):  # a model that does not answer counts as no
+            await AdminClient(salt).find(others, ShowEntry(cache_key), EntryInfo)
+            return Reason.MODEL_MISMATCH
     return reason

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -16,14 +17,15 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     WrapValidator,
 )
-from pydantic_core import PydanticCustomError
 
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import depth_exceeds, levels
 from rekindle.protocol.settings import Normaliser
 
 MAX_ITEMS = 20_000  # messages, or content parts, in one request
+MAX_INPUTS = 2048  # of a request for embeddings or scores
 MAX_STOPS = 16
+MAX_STOP_TOKENS = 256
 MAX_ID_CHARACTERS = 256
 MAX_TOKENS = 10_000_000
 MAX_CHARACTERS = 16 << 20  # of a prompt; four million tokens rarely have more
@@ -37,16 +39,20 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
-def takes(what: str) -> WrapValidator:
-    """Report one error for a union. Pydantic would report one for each branch."""
+def explained(describe: Callable[[ValidationError], str]) -> WrapValidator:
+    """Report one error for a union or a list. Pydantic would report one for each branch."""
 
     def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
-        except ValidationError:
-            raise PydanticCustomError("takes", "takes {what}", {"what": what}) from None
+        except ValidationError as error:
+            raise ValueError(describe(error)) from None
 
     return WrapValidator(check)
+
+
+def takes(what: str) -> WrapValidator:
+    return explained(lambda _error: f"takes {what}")
 
 
 def at_most(count: int, what: str = "items") -> BeforeValidator:
@@ -60,16 +66,16 @@ def at_most(count: int, what: str = "items") -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _tool_name(max_characters: int) -> WrapValidator:
+def _tool_name(max_characters: int) -> BeforeValidator:
     pattern = re.compile(rf"[a-zA-Z0-9_.-]{{1,{max_characters}}}")
     what = f"a name of 1 to {max_characters} letters, digits, dots, dashes and underscores"
 
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def check(value: Any) -> Any:
         if not isinstance(value, str) or not pattern.fullmatch(value):
-            raise PydanticCustomError("takes", "takes {what}", {"what": what})
-        return handler(value)
+            raise ValueError(f"takes {what}")
+        return value
 
-    return WrapValidator(check)
+    return BeforeValidator(check)
 
 
 def _as_whole(number: Any) -> Any:
@@ -110,6 +116,14 @@ def limit_text(values: Any) -> Any:
     return values
 
 
+def limit_inputs(inputs: Any) -> Any:
+    """Count the inputs before they are validated. A list of token ids is a single input."""
+    is_list = isinstance(inputs, list) and not isinstance(next(iter(inputs), None), int)
+    if is_list and len(inputs) > MAX_INPUTS:
+        raise ValueError(f"takes at most {MAX_INPUTS} inputs, not {len(inputs)}")
+    return inputs
+
+
 def as_prompts(value: Any) -> list[str | list[int]]:
     """Convert a `PromptInput` to a list. A single text or token list becomes a list of one."""
     is_one = isinstance(value, str) or (value and isinstance(value[0], int))
@@ -145,6 +159,11 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)],
     takes(f"a string of 1 to 1024 characters, or a list of at most {MAX_STOPS} such strings"),
+]
+StopTokens = Annotated[
+    list[int],
+    Field(max_length=MAX_STOP_TOKENS, fail_fast=True),
+    takes(f"a list of at most {MAX_STOP_TOKENS} token ids"),
 ]
 Tokens = Annotated[list[int], Field(fail_fast=True)]
 PromptInput = Annotated[
@@ -186,6 +205,7 @@ def stop_list(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else list(stop or ())
 
 
+@dataclass(slots=True)
 class TextBudget:
     """Limits how much text the messages of one request may become.
 
@@ -193,10 +213,8 @@ class TextBudget:
     few bytes each and may expand to a long text.
     """
 
-    def __init__(self, characters: int = MAX_CHARACTERS, *, param: str = "messages") -> None:
-        """`param` is the request field that holds the messages, for the error."""
-        self._param = param
-        self._left = characters
+    left_characters: int = MAX_CHARACTERS
+    param: str = "messages"  # the request field that holds the messages, for the error
 
     def take(self, text: str) -> str:
         """Count a text that becomes part of a message, and return it."""
@@ -204,12 +222,12 @@ class TextBudget:
         return text
 
     def spend(self, characters: int) -> None:
-        self._left -= characters
-        if self._left < 0:
+        self.left_characters -= characters
+        if self.left_characters < 0:
             raise BadRequest(
-                f"`{self._param}` may expand to at most {MAX_CHARACTERS} characters of text, "
+                f"`{self.param}` may expand to at most {MAX_CHARACTERS} characters of text, "
                 "including referenced tools and packed reasoning: send less.",
-                param=self._param,
+                param=self.param,
             )
 
 
@@ -277,20 +295,12 @@ def fault(error: Mapping[str, Any]) -> str:
 def explain_items(what: str, otherwise: str) -> WrapValidator:
     """Report one error about the first wrong item of a list, called `what`, or else `otherwise`."""
 
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            raise ValueError(_item_fault(error, what, otherwise)) from None
+    def describe(error: ValidationError) -> str:
+        for each in error.errors():
+            match each["loc"]:
+                case (_, int() as place, *field):
+                    named = f"`{field[-1]}` " if field else ""
+                    return f"{what} {place}: {named}{fault(each)}"
+        return otherwise
 
-    return WrapValidator(check)
-
-
-def _item_fault(error: ValidationError, what: str, otherwise: str) -> str:
-    for each in error.errors():
-        match each["loc"]:
-            case (_, int() as place, *field) if field:
-                return f"{what} {place}: `{field[-1]}` {fault(each)}"
-            case (_, int() as place):
-                return f"{what} {place}: {fault(each)}"
-    return otherwise
+    return explained(describe)

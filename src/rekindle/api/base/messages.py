@@ -7,14 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     GetJsonSchemaHandler,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 from pydantic.json_schema import JsonSchemaValue
@@ -25,14 +21,15 @@ from rekindle.api.base.fields import (
     WHOLE,
     Id,
     StrictModel,
+    explained,
     fault,
     limit_depth,
     limit_text,
     takes,
 )
 from rekindle.errors import Unsupported
-from rekindle.media.jobs import LIMITS, Sizing
-from rekindle.media.loader import FrameSampling, MediaSource
+from rekindle.media.jobs import LIMITS, FrameSampling, Sizing
+from rekindle.media.loader import MediaSource
 from rekindle.protocol.requests import IMAGE, TEXT
 
 MAX_SIDE = 2048  # of an image as the model gets it, in pixels
@@ -48,8 +45,6 @@ Resize = Annotated[
 ]
 
 NOT_SERVED = ("input_audio", "file", "input_image")  # types of content parts
-# Fields of replies that clients send back, and that no template reads.
-REPLY_ONLY = ("refusal", "annotations", "parsed")
 # The fields that a message needs besides its role.
 NEEDED = {
     "system": ("content",),
@@ -121,23 +116,17 @@ class TextPart(StrictModel):
         return {"type": TEXT, "text": self.text}
 
 
-def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Report one error: about the wrong field of an image or video, or about content in general."""
-    try:
-        return handler(value)
-    except ValidationError as error:
-        for each in error.errors():
-            match each["loc"]:
-                case (_, int() as place, "image" | "image_url" | "video" | "video_url", field, *_):
-                    raise ValueError(f"part {place}: `{field}` {fault(each)}") from None
-        raise ValueError(CONTENT) from None
+def _content_fault(error: ValidationError) -> str:
+    """Name the wrong field of an image or video, or say what content is in general."""
+    for each in error.errors():
+        match each["loc"]:
+            case (_, int() as place, "image" | "image_url" | "video" | "video_url", field, *_):
+                return f"part {place}: `{field}` {fault(each)}"
+    return CONTENT
 
 
 Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
-Content = Annotated[
-    str | Annotated[list[Part], Field(fail_fast=True)],
-    WrapValidator(_explained),
-]
+Content = Annotated[str | Annotated[list[Part], Field(fail_fast=True)], explained(_content_fault)]
 Arguments = Annotated[
     str | dict[str, Any], takes("a string of JSON, or an object"), AfterValidator(limit_depth)
 ]
@@ -166,10 +155,8 @@ class ToolCall(StrictModel):
         return _without_nulls(data) if isinstance(data, dict) else data
 
 
-class Message(BaseModel):
-    """One message. Unknown fields are passed on, because the template may read them."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+class Message(StrictModel):
+    """One message. It has the fields that chat templates read, and drops all others."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -177,6 +164,8 @@ class Message(BaseModel):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     message_id: Id | None = None
+    name: str | None = None
+    thinking: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -194,8 +183,6 @@ class Message(BaseModel):
                 raise ValueError(f"needs `{name}`, as every {self.role} message does")
         if self.role == "assistant" and self.media:
             raise ValueError("takes text alone as content, as every assistant message does")
-        if self.model_extra:
-            limit_depth(self.model_extra)
         return self
 
     @property
@@ -212,11 +199,7 @@ class Message(BaseModel):
         message = handler.resolve_ref_schema(handler(schema))
         properties = message.pop("properties")
         forms = [_form(role, needed, properties) for role, needed in NEEDED.items()]
-        return {
-            "title": message["title"],
-            "description": message["description"],
-            "oneOf": forms,
-        }
+        return {"title": cls.__name__, "description": message["description"], "oneOf": forms}
 
     def rendered(self) -> dict[str, Any]:
         """What the template reads: the message as sent, without its id and without media."""
@@ -274,17 +257,16 @@ def rendered(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 def _form(role: str, needed: tuple[str, ...], properties: dict[str, Any]) -> dict[str, Any]:
     """A message of one role, for the OpenAPI document. Needed fields are not null."""
-    own = {name: {**properties[name], "anyOf": _not_null(properties[name])} for name in needed}
+    own = {}
+    for name in needed:
+        types = [each for each in properties[name]["anyOf"] if each != {"type": "null"}]
+        own[name] = {**properties[name], "anyOf": types}
     return {
         "type": "object",
         "properties": {**properties, "role": {"const": role, "type": "string"}, **own},
         "required": ["role", *needed],
         "additionalProperties": True,
     }
-
-
-def _not_null(schema: dict[str, Any]) -> list[Any]:
-    return [each for each in schema["anyOf"] if each != {"type": "null"}]
 
 
 def _flat(lists: list[Any]) -> list[Any]:
@@ -326,11 +308,10 @@ def _refuse_legacy(data: dict[str, Any]) -> None:
 
 def _known_fields(data: dict[str, Any]) -> dict[str, Any]:
     """Drop empty fields: templates test whether a field is defined."""
-    fields = {
-        name: value
-        for name, value in data.items()
-        if name == "content" or (value is not None and name not in REPLY_ONLY)
-    }
+    fields = {name: value for name, value in data.items() if name == "content" or value is not None}
+    for name in ("name", "thinking"):  # some clients send an object, which no template reads
+        if not isinstance(fields.get(name, ""), str):
+            del fields[name]
     if fields.get("tool_calls") == []:
         del fields["tool_calls"]
     if "reasoning" in fields:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from rekindle.api.base.tools import Tool, Tools, described
 from rekindle.config import Config, Preset
 from rekindle.errors import BadRequest, ConfigError, ModelNotFound, Unsupported
-from rekindle.models.catalogue import DEFAULT_MODEL, DEFAULT_VISION_MODEL
+from rekindle.models.catalogue import CATALOGUE, DEFAULT_MODEL, DEFAULT_VISION_MODEL
 from rekindle.models.folder import is_model_folder
 from rekindle.worker.client import RuntimeClient
 
@@ -42,6 +43,9 @@ class ServedModels:
         self._embedders = {runtime.name: runtime for runtime in embedders}
         self._rankers = {each.name for each in embedders if each.ready and each.ready.ranks}
         self._default = runtimes[0]
+        self._configs = {
+            served: _with_defaults_of(name, config) for served, name in served_names(config).items()
+        }
         self.started_at = int(time.time())
 
     @property
@@ -55,7 +59,7 @@ class ServedModels:
         return [*self._runtimes.values(), *self._embedders.values()]
 
     def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
-        """Find a text model by name, or by number if there is no name."""
+        """Find a text model by name, by number, or by both if they agree."""
         numbered = self._default if number is None else self._numbered(number)
         if model in (None, "", DEFAULT):
             return numbered
@@ -66,12 +70,14 @@ class ServedModels:
                 f"{', '.join(self._runtimes)}.",
                 param="model",
             )
-        return _named(model, self._runtimes)
+        return _agreed(_named(model, self._runtimes), numbered, number)
 
     def any(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """Find a model of any kind by name, or a text model by number."""
         other = self._embedders.get(model or "")
-        return self.runtime(model, number) if other is None else other
+        if other is None:
+            return self.runtime(model, number)
+        return other if number is None else _agreed(other, self._numbered(number), number)
 
     def embedder(self, model: str | None) -> RuntimeClient:
         names = [name for name in self._embedders if name not in self._rankers]
@@ -95,6 +101,10 @@ class ServedModels:
             f"The model {found.name!r} is not one that {what}: use one of {', '.join(names)}.",
             param="model",
         )
+
+    def config_of(self, runtime: RuntimeClient) -> Config:
+        """The settings with the model's own request defaults where the operator set none."""
+        return self._configs.get(runtime.name, self.config)
 
     def _numbered(self, number: str) -> RuntimeClient:
         loaded = {str(place): runtime for place, runtime in enumerate(self.runtimes)}
@@ -130,6 +140,17 @@ def _named(model: str, served: Mapping[str, RuntimeClient]) -> RuntimeClient:
     return found
 
 
+def _agreed(named: RuntimeClient, numbered: RuntimeClient, number: str | None) -> RuntimeClient:
+    """Return the named model, or raise BadRequest if a number was sent that means another one."""
+    if number is not None and named is not numbered:
+        raise BadRequest(
+            f"`model` is {named.name!r}, but `X-Model-Id: {number}` is {numbered.name!r}: send "
+            "only one of them, or the same model in both.",
+            param="model",
+        )
+    return named
+
+
 def models_of(request: Request) -> ServedModels:
     models: ServedModels = request.state.models
     return models
@@ -144,6 +165,19 @@ def served_names(config: Config) -> dict[str, str]:
     """The models of `--model`, in order, keyed by the name that clients use."""
     default = DEFAULT_VISION_MODEL if config.vlm and config.mmproj is None else DEFAULT_MODEL
     return _by_served_name(config.model or (default,))
+
+
+def _with_defaults_of(name: str, config: Config) -> Config:
+    """Fill in the defaults of a catalogue model. A setting that the operator gave wins."""
+    if name not in CATALOGUE:
+        return config
+    defaults = dataclasses.asdict(CATALOGUE[name].defaults)
+    filled = {
+        setting: value
+        for setting, value in defaults.items()
+        if value is not None and setting not in config.given
+    }
+    return dataclasses.replace(config, **filled)
 
 
 def _by_served_name(names: Sequence[str], taken: Mapping[str, str] = {}) -> dict[str, str]:

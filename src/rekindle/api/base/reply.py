@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequen
 from functools import partial
 from typing import Any, TypeVar
 
+import orjson
 from msgspec import structs
 from starlette.requests import Request
 from starlette.responses import Response
@@ -31,8 +32,8 @@ from rekindle.http.responses import (
     disconnected,
     error_format,
 )
+from rekindle.protocol.embeddings import Embedded, Ranked
 from rekindle.protocol.events import (
-    CacheReport,
     Cancelled,
     Delta,
     Event,
@@ -85,10 +86,6 @@ class PrefillLog:
             )
 
 
-def _queue_delta(_index: int, _delta: Delta) -> bool:
-    return False
-
-
 class Turns:
     """Runs turns concurrently, one for each choice of each prompt. `close` cancels open ones."""
 
@@ -97,7 +94,7 @@ class Turns:
         runtime: RuntimeClient,
         requests: list[GenerateRequest],
         received_s: float | None = None,
-        on_delta: OnDelta = _queue_delta,
+        on_delta: OnDelta | None = None,
     ) -> None:
         """`received_s` is when the HTTP request arrived. `on_delta` gets each part for which
         `collect` waits. If it handles the part, `collect` continues to wait."""
@@ -120,7 +117,7 @@ class Turns:
             raise
 
     def close(self) -> None:
-        self._on_delta = _queue_delta  # frees its owner, which holds the request, without a cycle
+        self._on_delta = None  # frees its owner, which holds the request, without a cycle
         for turn in self._turns:
             self._runtime.cancel(turn)
 
@@ -133,7 +130,7 @@ class Turns:
     def _on_event(self, first: int, choice: int, event: Event) -> None:
         if isinstance(event, Delta):
             is_next = self._is_waiting and self._events.empty()
-            if is_next and self._on_delta(first + choice, event):
+            if is_next and self._on_delta and self._on_delta(first + choice, event):
                 return
         else:
             self._prefill_log.record(event)  # here, because a slow client delays `collect`
@@ -204,6 +201,30 @@ async def result_of(runtime: RuntimeClient, request: TurnRequest, kind: type[T])
             if isinstance(event, Failed):
                 raise ReportedError(event.error)
     raise Unavailable("the request was cancelled by the server; send it again")
+
+
+def vectors(embedded: Embedded) -> Any:
+    """Return a float32 array: its JSON is half as long as that of Python's floats."""
+    import numpy as np  # slow to import, and most servers do not need it
+
+    return np.frombuffer(embedded.vectors, "<f4").reshape(-1, embedded.dimensions)
+
+
+def embedder_usage(result: Embedded | Ranked) -> dict[str, Any]:
+    return {
+        "prompt_tokens": result.prompt_tokens,
+        "total_tokens": result.prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": result.reused_tokens},
+    }
+
+
+class VectorsResponse(Response):
+    """JSON with NumPy arrays in it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
@@ -391,16 +412,18 @@ def x_cache(turns: Sequence[Finished], choices: int = 1) -> dict[str, Any]:
     """Report what was reused, and why not more.
 
     Several prompts are added up. The reason is that of the first prompt that is not a full hit.
+    `hit` is true if any token of message content was reused.
     """
     reports = [turn.cache for turn in turns[::choices]]
     shown = next((report for report in reports if report.status != "hit"), reports[0])
-    status = _status(reports)
+    statuses = {report.status for report in reports}
+    status = shown.status if len(statuses) == 1 else "partial_hit"
     fields: dict[str, Any] = {
         "hit": status != "miss",
         "status": status,
-        "cache_key": shown.cache_key,
+        "cache_key": reports[0].cache_key,
         "reused_tokens": sum(report.reused_tokens for report in reports),
-        "new_cache_key": shown.new_cache_key,
+        "new_cache_key": reports[0].new_cache_key,
         "cached_tokens": sum(report.cached_tokens for report in reports),
         "reason": shown.reason,
         "tier": next((report.tier for report in reports if report.tier), None),
@@ -415,11 +438,6 @@ def x_cache(turns: Sequence[Finished], choices: int = 1) -> dict[str, Any]:
     return fields
 
 
-def _status(reports: Sequence[CacheReport]) -> str:
-    kinds = {report.status for report in reports}
-    return kinds.pop() if len(kinds) == 1 else "partial_hit"
-
-
 def log_line(turn: Finished) -> str:
     """Summarise what a turn reused, computed and generated."""
     cache = turn.cache
@@ -429,11 +447,6 @@ def log_line(turn: Finished) -> str:
         f"({cache.status}, {cache.reason}), the rest in {turn.prompt_eval_s:.2f} s; "
         f"{turn.completion_tokens} generated ({turn.reason})"
     )
-
-
-def finite(logprob: float) -> float:
-    """Replace minus infinity, which JSON does not have, as OpenAI does."""
-    return max(logprob, -9999.0)
 
 
 def token_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
@@ -450,15 +463,15 @@ def token_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
 def _token(piece: bytes, logprob: float) -> dict[str, Any]:
     return {
         "token": piece.decode(errors="replace"),
-        "logprob": finite(logprob),
+        "logprob": max(logprob, -9999.0),  # as OpenAI does: JSON has no minus infinity
         "bytes": list(piece),
     }
 
 
 def ignored_headers(ignored: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Headers that name what the server ignored in the request: at most 16 names in each."""
+    """Headers that name what the server ignored in the request: at most 32 names in each."""
     return {
-        header: ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:128]) for name in names[:16])
+        header: ", ".join(re.sub(r"[^A-Za-z0-9_.-]", "?", name[:128]) for name in names[:32])
         for header, names in ignored.items()
         if names
     }

@@ -18,7 +18,7 @@ from rekindle.config import Config
 from rekindle.errors import Unsupported
 from rekindle.http.auth import caller_of
 from rekindle.http.body import body_of, run_off_loop_if_large
-from rekindle.media.loader import Hold, LoadedImage, MediaLoader, MediaSource
+from rekindle.media.loader import Hold, LoadedImage, MediaLoader
 from rekindle.protocol.requests import (
     IMAGE,
     TEXT,
@@ -50,9 +50,9 @@ class RequestBuilder:
     session: str | None = None  # from the affinity header
 
     @classmethod
-    def of(cls, http: Request) -> RequestBuilder:
+    def of(cls, http: Request, runtime: RuntimeClient) -> RequestBuilder:
         session = http.headers.get(AFFINITY_HEADER)
-        return cls(models_of(http).config, caller_of(http).salt, session)
+        return cls(models_of(http).config_of(runtime), caller_of(http).salt, session)
 
     def build(
         self,
@@ -162,7 +162,11 @@ async def load_media(
     hold: Hold = lambda _bytes: None,
 ) -> RenderedChat:
     """Raises Unsupported, before fetching anything, if the model cannot see."""
-    sources = list(_sources(messages, resize))
+    sources = [
+        part.source(f"messages.{number}.content.{place}", resize)
+        for number, message in enumerate(messages)
+        for place, part in message.media
+    ]
     if sources and IMAGE not in runtime.loaded.modalities:
         raise Unsupported(
             f"the model {runtime.name} reads text alone: leave images and videos out, or serve a "
@@ -171,12 +175,6 @@ async def load_media(
         )
     loaded = await media.load(sources, tenant, hold) if sources else []
     return _expanded(rendered(messages), loaded)
-
-
-def _sources(messages: Sequence[Message], resize: list[int] | None) -> Iterator[MediaSource]:
-    for number, message in enumerate(messages):
-        for place, part in message.media:
-            yield part.source(f"messages.{number}.content.{place}", resize)
 
 
 def _expanded(messages: list[dict[str, Any]], loaded: list[list[LoadedImage]]) -> RenderedChat:

@@ -11,13 +11,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from rekindle.api.base.fields import INT64_LIMIT, MAX_TOKENS, WHOLE, at_most
+from rekindle.api.base.fields import INT64_LIMIT, MAX_TOKENS, WHOLE, at_most, takes
 from rekindle.config import Config
 from rekindle.protocol.requests import SamplingParams
 
 #: Parameters for which the operator can set a default.
 CONFIGURED = ("temperature", "top_p", "repetition_penalty", "repetition_context_size")
 MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+MAX_BREAKERS = 64
 
 
 def _as_biases(biases: dict[str, float]) -> dict[int, float]:
@@ -27,6 +29,12 @@ def _as_biases(biases: dict[str, float]) -> dict[int, float]:
         if not -100 <= bias <= 100:
             raise ValueError("takes biases from -100 to 100")
     return {int(token): bias for token, bias in biases.items()}
+
+
+def _has_characters(word: str) -> str:
+    if not word.strip():
+        raise ValueError("takes texts that are not empty")
+    return word
 
 
 Seed = Annotated[int, Field(ge=-INT64_LIMIT, lt=INT64_LIMIT), WHOLE]
@@ -39,6 +47,25 @@ LogitBias = Annotated[
     Field(max_length=MAX_BIASES),
     AfterValidator(_as_biases),
     at_most(MAX_BIASES, "tokens"),
+]
+# -1 stands for the whole context.
+RepeatLastN = Annotated[
+    int,
+    Field(ge=-1, le=MAX_TOKENS),
+    AfterValidator(lambda window: 1 << 20 if window == -1 else window),
+    WHOLE,
+]
+BadWords = Annotated[
+    list[Annotated[str, Field(max_length=256), AfterValidator(_has_characters)]],
+    Field(fail_fast=True),
+    takes(f"a list of at most {MAX_BAD_WORDS} texts of 1 to 256 characters"),
+    at_most(MAX_BAD_WORDS),
+]
+SequenceBreakers = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=40)]],
+    Field(min_length=1, fail_fast=True),
+    takes(f"a list of 1 to {MAX_BREAKERS} texts of 1 to 40 characters"),
+    at_most(MAX_BREAKERS),
 ]
 
 
@@ -61,6 +88,7 @@ class SamplingFields(CommonSampling):
 
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1, description="1 keeps all tokens")
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     repetition_context_size: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)

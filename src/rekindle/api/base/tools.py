@@ -44,12 +44,13 @@ def _distinct(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
+MAX_TOOLS = 128
 Tools = Annotated[
     list[Tool],
     Field(fail_fast=True),
     AfterValidator(_distinct),
     BeforeValidator(limit_depth),
-    at_most(128),
+    at_most(MAX_TOOLS),
 ]
 
 
@@ -68,11 +69,13 @@ class ToolSelection:
     @property
     def _forced(self) -> str | None:
         """The function that the reply must call, if that leaves only one."""
-        is_one = self.choice == "required" and self.names is not None and len(self.names) == 1
-        return next(iter(self.names)) if is_one and self.names else None
+        names = tuple(self.names or ())
+        return names[0] if self.choice == "required" and len(names) == 1 else None
 
-    def tool_use(self, *, parallel: bool) -> ToolUse:
-        return ToolUse(choice=self.choice, name=self._forced, parallel=parallel)
+    def tool_use(self, *, parallel: bool, max_calls: int | None = None) -> ToolUse:
+        return ToolUse(
+            choice=self.choice, name=self._forced, parallel=parallel, max_calls=max_calls
+        )
 
     def shows(self, name: str) -> bool:
         """Whether the prompt describes a function.

@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
-from msgspec import structs
+from msgspec import structs, to_builtins
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from rekindle.api.base.admin import AdminClient, refine_reason
+from rekindle.api.base.admin import AdminClient, durability, refine_reason
 from rekindle.api.base.fields import MAX_ITEMS, FreeObject, Id, StrictModel
 from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.models import ModelNumber, models_of
@@ -89,21 +89,10 @@ class Prepared(BaseModel):
     durable: bool = True
 
 
-def durability(*results: EntryInfo | Removed) -> dict[str, Any]:
-    """`durable: false` if the disk refused a change, which then lasts until a restart."""
-    return {} if all(result.durable for result in results) else {"durable": False}
-
-
-def entry_body(info: EntryInfo, model: str, *, admin: bool) -> EntryBody:
+def entry_fields(info: EntryInfo, model: str, *, admin: bool = False) -> dict[str, Any]:
     hidden = ("durable",) if admin else ("durable", "tenant")
     fields = {name: value for name, value in structs.asdict(info).items() if name not in hidden}
-    return EntryBody(**fields, **durability(info), model=model)
-
-
-def prepared(info: EntryInfo, model: str) -> Prepared:
-    names = ("cache_key", "token_count", "size_bytes", "segments")
-    fields: dict[str, Any] = {name: getattr(info, name) for name in names}
-    return Prepared(**fields, **durability(info), model=model)
+    return {**fields, **durability(info), "model": model}
 
 
 class ValidateRequest(StrictModel):
@@ -163,25 +152,21 @@ async def validate(
         template_kwargs=body.chat_template_kwargs or {},
         normalise=models.config.normalise,
     )
-    result = structs.asdict(await client.request(runtime, op, Validation))
-    result["reason"] = await refine_reason(
-        result["reason"], body.cache_key, models.others(runtime), client.salt
+    result = await client.request(runtime, op, Validation)
+    result.reason = await refine_reason(
+        result.reason, body.cache_key, models.others(runtime), client.salt
     )
-    diverged_at = result.pop("diverged_at")
-    if diverged_at is not None:
-        result["diverged_at"] = structs.asdict(diverged_at)
-    return ValidityBody(**result)
+    fields = to_builtins(result)
+    if result.diverged_at is None:
+        del fields["diverged_at"]
+    return ValidityBody(**fields)
 
 
 @router.post("/v1/cache/gc", response_model_exclude_unset=True)
 async def collect(request: Request, number: ModelNumber = None) -> RemovedBody:
     """Remove expired entries now."""
-    models = models_of(request)
-    client = AdminClient.of(request)
-    removed = [
-        await client.request(runtime, CollectExpired(), Removed)
-        for runtime in models.chosen(number)
-    ]
+    client, runtimes = AdminClient.of(request), models_of(request).chosen(number)
+    removed = [await client.request(runtime, CollectExpired(), Removed) for runtime in runtimes]
     return RemovedBody(**removed_fields(*removed))
 
 
@@ -208,17 +193,15 @@ async def show_entry(key: str, request: Request, number: ModelNumber = None) -> 
 @router.delete("/v1/cache/{key:path}", response_model_exclude_unset=True)
 async def evict(key: str, request: Request, number: ModelNumber = None) -> Evicted:
     """Remove an entry."""
-    models = models_of(request)
-    client = AdminClient.of(request)
-    _, removed = await client.find(models.chosen(number), DeleteEntry(key), Removed)
+    runtimes = models_of(request).chosen(number)
+    _, removed = await AdminClient.of(request).find(runtimes, DeleteEntry(key), Removed)
     return Evicted(status="evicted", cache_key=key, **durability(removed))
 
 
 async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry) -> EntryBody:
-    models = models_of(request)
     client = AdminClient.of(request)
-    runtime, info = await client.find(models.chosen(number), op, EntryInfo)
-    return entry_body(info, runtime.name, admin=client.is_admin)
+    runtime, info = await client.find(models_of(request).chosen(number), op, EntryInfo)
+    return EntryBody(**entry_fields(info, runtime.name, admin=client.is_admin))
 
 
 Limit = Annotated[
@@ -241,23 +224,18 @@ async def list_entries(
     request: Request, number: ModelNumber = None, limit: Limit = 100, after: After = None
 ) -> Listing:
     """List the entries of all models, or of the numbered one, most recently used first."""
-    models = models_of(request)
-    client = AdminClient.of(request)
-    runtimes = models.chosen(number)
-    positions = _positions(after, len(runtimes))
-    pages = await asyncio.gather(
-        *(
-            client.request(runtime, ListEntries(limit=limit, before=position), EntryList)
-            for runtime, position in zip(runtimes, positions, strict=True)
-        )
-    )
+    client, runtimes = AdminClient.of(request), models_of(request).chosen(number)
+    ops = [ListEntries(limit=limit, before=each) for each in _positions(after, len(runtimes))]
+    asked = (client.request(*each, EntryList) for each in zip(runtimes, ops, strict=True))
+    pages = await asyncio.gather(*asked)
     listed = _merged(pages, limit)
     taken = Counter(place for place, _ in listed)
     rest = [_position(page, taken[place]) for place, page in enumerate(pages)]
     has_more = any(position != AT_END for position in rest)
     return Listing(
         entries=[
-            entry_body(info, runtimes[place].name, admin=client.is_admin) for place, info in listed
+            EntryBody(**entry_fields(info, runtimes[place].name, admin=client.is_admin))
+            for place, info in listed
         ],
         count=len(listed),
         has_more=has_more,

@@ -7,12 +7,14 @@ socket between front and runtime. Nothing that a client sends becomes part of a 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Annotated, BinaryIO
 
@@ -24,9 +26,9 @@ from starlette.types import Receive, Scope, Send
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import Id
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.cache.entries import EntryBody, entry_body
+from rekindle.api.cache.entries import EntryBody, entry_fields
 from rekindle.config import Config
-from rekindle.errors import BadRequest, TooManyRequests
+from rekindle.errors import BadRequest, StateNotPortable, TooManyRequests
 from rekindle.http.auth import caller_of
 from rekindle.http.body import LIMITS, BodyTooSlow
 from rekindle.http.middleware import FILE_TYPE
@@ -39,6 +41,7 @@ log = logging.getLogger("rekindle.api")
 MAX_TRANSFERS = 2  # concurrently; each uses disk and memory of the size of its state
 MIN_UPLOAD_BYTES_S = 64 << 10
 MAX_TRANSFER_S = 3600.0
+FOLDER_PREFIX = "rekindle-transfer-"  # of temporary folders
 TRANSFERS = "transfers"  # key in the application's state
 
 router = APIRouter(tags=["cache"])
@@ -50,6 +53,12 @@ SessionName = Annotated[
 
 class FileTooLarge(BadRequest):
     status, code = 413, "body_too_large"
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(
+            f"The file is larger than the {max_bytes} bytes that there is room for: raise "
+            "--ram-cache or --disk-cache, or free disk space."
+        )
 
 
 @router.get(
@@ -99,13 +108,15 @@ async def import_state(
     """Import a file as an entry of your own. Its metadata must contain its tokens."""
     models = models_of(request)
     runtime = models.runtime(model, number)
+    if not runtime.loaded.has_state_files:  # before the upload is written to disk
+        raise StateNotPortable
     client = AdminClient.of_tenant(request)
     with _slot(request):
         async with _private_folder() as folder:
             path = folder / "state"
             await _receive(request, path, _max_bytes(runtime, models.config, folder))
             info = await client.request(runtime, ImportState(str(path), session_id), EntryInfo)
-    return entry_body(info, runtime.name, admin=False)
+    return EntryBody(**entry_fields(info, runtime.name))
 
 
 class FileStream(StreamingResponse):
@@ -127,44 +138,72 @@ class FileStream(StreamingResponse):
             self._close()
 
 
-class Transfers:
-    """Limits the transfers: one for each tenant, and a few in all."""
-
-    def __init__(self) -> None:
-        self._tenants: set[bytes] = set()
-
-    @contextmanager
-    def slot(self, tenant: bytes) -> Iterator[None]:
-        """Raises TooManyRequests."""
-        if tenant in self._tenants:
-            raise TooManyRequests(
-                "Another file with this API key is being exported or imported; try again when it "
-                "is done."
-            )
-        if len(self._tenants) >= MAX_TRANSFERS:
-            raise TooManyRequests(
-                f"{MAX_TRANSFERS} files are being exported or imported; try again in a moment."
-            )
-        self._tenants.add(tenant)
-        try:
-            yield
-        finally:
-            self._tenants.remove(tenant)
+Transfers = set[bytes]  # the tenants whose file is being exported or imported
 
 
-def _slot(request: Request) -> AbstractContextManager[None]:
+@contextmanager
+def _slot(request: Request) -> Iterator[None]:
+    """Limit the transfers: one for each tenant, and a few in all. Raises TooManyRequests."""
     transfers: Transfers = getattr(request.state, TRANSFERS)
-    return transfers.slot(caller_of(request).salt)
+    tenant = caller_of(request).salt
+    if tenant in transfers:
+        raise TooManyRequests(
+            "Another file with this API key is being exported or imported; try again when it is "
+            "done."
+        )
+    if len(transfers) >= MAX_TRANSFERS:
+        raise TooManyRequests(
+            f"{MAX_TRANSFERS} files are being exported or imported; try again in a moment."
+        )
+    transfers.add(tenant)
+    try:
+        yield
+    finally:
+        transfers.remove(tenant)
 
 
 @asynccontextmanager
 async def _private_folder() -> AsyncIterator[Path]:
-    """A temporary folder that no other user can read."""
-    folder = Path(tempfile.mkdtemp(prefix="rekindle-"))
+    """A temporary folder that no other user can read. It is locked while it is used."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        locked = _lock(folder)
+        if locked is not None and folder.exists():
+            break
+        if locked is not None:  # another server removed it before it was locked
+            os.close(locked)
     try:
         yield folder
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        os.close(locked)
+
+
+def _lock(folder: Path) -> int | None:
+    """Return a descriptor that holds the folder's lock, or None if another process holds it.
+
+    The system releases the lock when the process ends, even if it is killed.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # it is gone, or not a folder of ours
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def remove_left_over_folders() -> None:
+    """Remove the folders of servers that were killed during a transfer."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        descriptor = _lock(folder)
+        if descriptor is not None:
+            if os.fstat(descriptor).st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)
+            os.close(descriptor)
 
 
 def _max_bytes(runtime: RuntimeClient, config: Config, folder: Path) -> int:
@@ -176,14 +215,13 @@ def _max_bytes(runtime: RuntimeClient, config: Config, folder: Path) -> int:
 
 async def _receive(request: Request, path: Path, max_bytes: int) -> None:
     received_bytes, started_s = 0, time.monotonic()
+    if int(request.headers.get("content-length", 0)) > max_bytes:
+        raise FileTooLarge(max_bytes)
     with path.open("xb") as file:
         async for part in request.stream():
             received_bytes += len(part)
             if received_bytes > max_bytes:
-                raise FileTooLarge(
-                    f"The file is larger than the {max_bytes} bytes that there is room for: raise "
-                    "--ram-cache or --disk-cache, or free disk space."
-                )
+                raise FileTooLarge(max_bytes)
             limit_s = min(LIMITS.timeout_s + received_bytes / MIN_UPLOAD_BYTES_S, MAX_TRANSFER_S)
             if time.monotonic() - started_s > limit_s:
                 raise BodyTooSlow(round(limit_s))

@@ -13,9 +13,9 @@ from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, StrictModel, 
 from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import Turns, while_connected
-from rekindle.api.base.request import RenderedChat, RequestBuilder, render_chat
+from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.base.tools import Tools, described
-from rekindle.api.cache.entries import Prepared, prepared
+from rekindle.api.cache.entries import Prepared, entry_fields
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
 from rekindle.http.body import JsonRoute
 from rekindle.http.responses import documented
@@ -36,7 +36,12 @@ class PrepareRequest(StrictModel):
     resize: Resize | None = None
     warm: bool = True
     pinned: bool = False
-    ttl: float | None = Field(1800.0, gt=0, le=10 * 365 * 86_400.0)  # seconds
+    ttl: float | None = Field(
+        1800.0,
+        gt=0,
+        le=10 * 365 * 86_400.0,
+        description="Seconds after the last use. A pinned entry never expires without it.",
+    )
     kv_bits: KvBits | None = None
     kv_group_size: KvGroupSize | None = None
     kv_quantization_start: KvStart | None = None
@@ -52,8 +57,7 @@ class PrepareRequest(StrictModel):
 
     @model_validator(mode="after")
     def _bounded_text(self) -> PrepareRequest:
-        found = count_characters(rendered(self.messages))
-        found += count_characters(described(self.tools))
+        found = count_characters([rendered(self.messages), described(self.tools)])
         if found > MAX_CHARACTERS:
             raise BadRequest(
                 f"`messages` and `tools` may have {MAX_CHARACTERS} characters of text together; "
@@ -64,7 +68,8 @@ class PrepareRequest(StrictModel):
 
     @property
     def prepare(self) -> Prepare:
-        return Prepare(pinned=self.pinned, ttl_s=self.ttl)
+        is_endless = self.pinned and "ttl" not in self.model_fields_set
+        return Prepare(pinned=self.pinned, ttl_s=None if is_endless else self.ttl)
 
 
 @router.post("/v1/cache/prepare", response_model_exclude_unset=True, responses=documented(409, 507))
@@ -76,42 +81,37 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
     chat = await render_chat(request, runtime, body.messages, body.resize)
-    if body.warm:
-        builder = RequestBuilder(models.config, client.salt)
-        work = _warm(runtime, client, builder, body, chat)
-    else:
-        op = IndexPrompt(
-            **chat.fields,
-            tools=described(body.tools),
-            prepare=body.prepare,
-            normalise=models.config.normalise,
-        )
-        work = client.request(runtime, op, EntryInfo)
-    return prepared(await while_connected(request, work), runtime.name)
-
-
-async def _warm(
-    runtime: RuntimeClient,
-    client: AdminClient,
-    builder: RequestBuilder,
-    body: PrepareRequest,
-    chat: RenderedChat,
-) -> EntryInfo:
-    """Compute the prompt and wait until its state is written."""
-    turn = builder.build(
+    prompt = {
         **chat.fields,
-        tools=described(body.tools),
-        prepare=body.prepare,
-        max_tokens=1,
-        kv_bits=body.kv_bits,
-        kv_group_size=body.kv_group_size,
-        kv_quantization_start=body.kv_quantization_start,
-    )
-    finished = await _finished(runtime, turn)
-    if finished.cache.new_cache_key is None:
+        "tools": described(body.tools),
+        "prepare": body.prepare,
+    }
+    if body.warm:
+        turn = RequestBuilder(models.config, client.salt).build(
+            **prompt,
+            max_tokens=1,
+            kv_bits=body.kv_bits,
+            kv_group_size=body.kv_group_size,
+            kv_quantization_start=body.kv_quantization_start,
+        )
+        work = _warm(runtime, client, turn)
+    else:
+        op = IndexPrompt(**prompt, normalise=models.config.normalise)
+        work = client.request(runtime, op, EntryInfo)
+    info = await while_connected(request, work)
+    return Prepared(**entry_fields(info, runtime.name))
+
+
+async def _warm(runtime: RuntimeClient, client: AdminClient, turn: GenerateRequest) -> EntryInfo:
+    """Compute the prompt and wait until its state is written."""
+    with contextlib.closing(Turns(runtime, [turn])) as turns:
+        while turns.open:
+            _, event = await turns.next()
+    assert isinstance(event, Finished)
+    if event.cache.new_cache_key is None:
         raise ServerError("the prompt was computed, but its state could not be kept")
     try:
-        info = await client.request(runtime, Flush(finished.cache.new_cache_key), EntryInfo)
+        info = await client.request(runtime, Flush(event.cache.new_cache_key), EntryInfo)
     except ServerError as error:
         if error.code != CacheKeyNotFound.code:
             raise
@@ -125,14 +125,6 @@ async def _warm(
             f"{info.held_tokens} could be kept. Raise --ram-cache or --disk-cache."
         )
     return info
-
-
-async def _finished(runtime: RuntimeClient, turn: GenerateRequest) -> Finished:
-    with contextlib.closing(Turns(runtime, [turn])) as turns:
-        while turns.open:
-            _, event = await turns.next()
-    assert isinstance(event, Finished)
-    return event
 
 
 class RemovedMeanwhile(ServerError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -12,6 +13,8 @@ from starlette.requests import Request
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
+
+DERIVED = ("by_tier", "turns", "hit_rate", "disk_state")  # figures that are not plain sums
 
 router = APIRouter(tags=["cache"])
 
@@ -52,49 +55,27 @@ class CacheStats(BaseModel):
 @router.get("/v1/cache/stats", response_model_exclude_unset=True)
 async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats:
     """Show the figures of all models together, or of the numbered one."""
-    models = models_of(request)
-    client = AdminClient.of(request)
-    stats = [await client.request(runtime, GetStats(), Stats) for runtime in models.chosen(number)]
+    client, runtimes = AdminClient.of(request), models_of(request).chosen(number)
+    stats = [await client.request(runtime, GetStats(), Stats) for runtime in runtimes]
     return total(stats, admin=client.is_admin)
 
 
 def total(stats: Sequence[Stats], *, admin: bool) -> CacheStats:
-    def added(field: str) -> int:
-        return sum(getattr(each, field) for each in stats)
-
-    hits, partial_hits, misses = added("hits"), added("partial_hits"), added("misses")
-    own = CacheStats(
-        total_entries=added("entries"),
-        by_tier=_by_tier(stats),
-        ram_bytes=added("ram_bytes"),
-        disk_bytes=added("disk_bytes"),
-        unique_bytes=added("unique_bytes"),
-        logical_bytes=added("logical_bytes"),
-        turns=hits + partial_hits + misses,
-        total_hits=hits,
-        total_partial_hits=partial_hits,
-        total_misses=misses,
-        hit_rate=_rate(hits + partial_hits, misses),
-        pinned_entries=added("pinned_entries"),
-        evictions=added("evictions"),
-    )
-    if not admin:
-        return own
-    optional = (name for name, field in CacheStats.model_fields.items() if not field.is_required())
-    server = {name: added(name) for name in optional if name != "disk_state"}
-    disk_state = _worst(each.disk_state for each in stats)
-    return own.model_copy(update={**server, "disk_state": disk_state})
-
-
-def _rate(good: int, bad: int) -> float:
-    return round(good / (good + bad), 4) if good + bad else 0.0
-
-
-def _by_tier(stats: Sequence[Stats]) -> dict[str, int]:
-    tiers: Counter[str] = Counter()
+    """Add up the figures of all models, under the names of `Stats` without "total_"."""
+    fields: dict[str, Any] = {
+        name: sum(getattr(each, name.removeprefix("total_")) for each in stats)
+        for name, field in CacheStats.model_fields.items()
+        if name not in DERIVED and (admin or field.is_required())
+    }
+    if admin:
+        fields["disk_state"] = _worst(each.disk_state for each in stats)
+    by_tier: Counter[str] = Counter()
     for each in stats:
-        tiers.update(each.by_tier)
-    return dict(tiers)
+        by_tier.update(each.by_tier)
+    good = fields["total_hits"] + fields["total_partial_hits"]
+    turns = good + fields["total_misses"]
+    hit_rate = round(good / turns, 4) if turns else 0.0
+    return CacheStats(**fields, by_tier=by_tier, turns=turns, hit_rate=hit_rate)
 
 
 def _worst(states: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.models import ServedModels, models_of
-from rekindle.api.ollama.reply import RESPONSES, LineStream, OllamaErrorBody, line
+from rekindle.api.ollama.reply import RESPONSES, LineStream, OllamaErrorBody, line, utc
 from rekindle.api.ollama.schema import ModelRequest
 from rekindle.errors import BadRequest, Forbidden, ModelError, TooManyRequests
 from rekindle.http.auth import caller_of
@@ -44,11 +44,6 @@ def bare(model: str | None, models: ServedModels) -> str | None:
     if model is None or any(runtime.name == model for runtime in models.all):
         return model
     return model.removesuffix(LATEST)
-
-
-def runtime_named(models: ServedModels, model: str | None) -> RuntimeClient:
-    """Find a text model by name. Raises ModelNotFound."""
-    return models.runtime(bare(model, models))
 
 
 @router.get("/api/version")
@@ -99,7 +94,7 @@ async def show(body: ModelRequest, request: Request) -> Response:
                 f"{architecture}.embedding_length": ready.dimensions or None,
             },
             "capabilities": _capabilities(ready),
-            "modified_at": _time(runtime.file.modified_s),
+            "modified_at": utc(datetime.fromtimestamp(runtime.file.modified_s, UTC)),
         }
     )
 
@@ -111,7 +106,7 @@ def _model(runtime: RuntimeClient) -> dict[str, Any]:
     return {
         "name": tagged,
         "model": tagged,
-        "modified_at": _time(file.modified_s),
+        "modified_at": utc(datetime.fromtimestamp(file.modified_s, UTC)),
         "size": file.size_bytes,
         "digest": blake3(identity.encode()).hexdigest(),  # changes with the file
         "details": _details(runtime),
@@ -134,14 +129,13 @@ def _details(runtime: RuntimeClient) -> dict[str, Any]:
 def _capabilities(ready: Ready) -> list[str]:
     if ready.dimensions:
         return ["embedding"]
-    able = ["completion"]
-    if ready.chat_template is not None:
-        able.append("tools")  # templates without tools get them in the system prompt
-    if IMAGE in ready.modalities:
-        able.append("vision")
-    if ready.has_reasoning:
-        able.append("thinking")
-    return able
+    optional = {
+        # A template without tools gets them in the system prompt.
+        "tools": ready.chat_template is not None,
+        "vision": IMAGE in ready.modalities,
+        "thinking": ready.has_reasoning,
+    }
+    return ["completion", *(name for name, is_able in optional.items() if is_able)]
 
 
 def _size(parameters: int) -> str:
@@ -151,22 +145,38 @@ def _size(parameters: int) -> str:
     return str(parameters)
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+class Download:
+    """Pulls a model in a thread, for which a stopping server does not wait, and queues lines about
+    its progress. Only one runs at a time, because they would share the network and the disk."""
 
+    _busy = threading.Lock()
 
-class QueueProgress:
-    """Passes the progress of a download from its thread to the event loop, as lines."""
-
-    def __init__(self) -> None:
+    def __init__(self, name: str, folder: Path) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise TooManyRequests("another model is being pulled: try again when it is done")
         self.lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None ends them
+        self.error: str | None = None
         self._loop = asyncio.get_running_loop()
-        self._fields: dict[str, Any] = {}
-        self._done_bytes = 0
-        self._sent_percent = -1
+        threading.Thread(target=self._fetch, args=(name, folder), name="pull", daemon=True).start()
+
+    def _fetch(self, name: str, folder: Path) -> None:
+        try:
+            pull(name, models_dir=folder, progress=self)
+        except ModelError as error:
+            self.error = str(error)
+        except Exception:
+            log.exception("pulling %s failed", name)
+            self.error = f"pulling {name} failed; the server's log has the details"
+        finally:
+            self._busy.release()
+            self._put(None)
 
     def start(self, total_bytes: int | None, description: str) -> None:
-        self._fields = {"status": description, "digest": description, "total": total_bytes or 0}
+        self._fields: dict[str, Any] = {
+            "status": description,
+            "digest": description,
+            "total": total_bytes or 0,
+        }
         self._done_bytes, self._sent_percent = 0, -1
         self._send()
 
@@ -187,36 +197,6 @@ class QueueProgress:
     def _put(self, fields: dict[str, Any] | None) -> None:
         with contextlib.suppress(RuntimeError):  # the server has stopped
             self._loop.call_soon_threadsafe(self.lines.put_nowait, fields)
-
-    def end(self) -> None:
-        self._put(None)
-
-
-class Download:
-    """Pulls a model in a thread, for which a stopping server does not wait. Only one runs at a
-    time, because they would share the network and the disk."""
-
-    _busy = threading.Lock()
-
-    def __init__(self, name: str, folder: Path, progress: QueueProgress) -> None:
-        if not self._busy.acquire(blocking=False):
-            raise TooManyRequests("another model is being pulled: try again when it is done")
-        self.error: str | None = None
-        self._args = (name, folder, progress)
-        threading.Thread(target=self._fetch, name="pull", daemon=True).start()
-
-    def _fetch(self) -> None:
-        name, folder, progress = self._args
-        try:
-            pull(name, models_dir=folder, progress=progress)
-        except ModelError as error:
-            self.error = str(error)
-        except Exception:
-            log.exception("pulling %s failed", name)
-            self.error = f"pulling {name} failed; the server's log has the details"
-        finally:
-            self._busy.release()
-            progress.end()
 
 
 @pull_router.post("/api/pull")
@@ -243,9 +223,8 @@ async def pull_model(body: ModelRequest, request: Request) -> Response:
 async def _pulling(name: str, models: ServedModels) -> AsyncGenerator[bytes, None]:
     """Send lines until the model is here. The download continues if the client disconnects."""
     yield line({"status": "pulling manifest"})
-    progress = QueueProgress()
-    download = Download(name.removesuffix(LATEST), models.config.models_dir, progress)
-    while (fields := await progress.lines.get()) is not None:
+    download = Download(name.removesuffix(LATEST), models.config.models_dir)
+    while (fields := await download.lines.get()) is not None:
         yield line(fields)
     if download.error is not None:
         raise BadRequest(download.error, param="model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,7 +13,10 @@ import orjson
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from rekindle.api.base.reply import Reply, x_cache
+from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
+from rekindle.api.base.reply import Reply, ignored_headers, token_logprobs, x_cache
+from rekindle.api.ollama.request import Context
+from rekindle.api.ollama.schema import RequestBase
 from rekindle.errors import ServerError
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import ErrorFormat, EventStream, documented
@@ -25,6 +28,7 @@ from rekindle.protocol.events import (
     Part,
     ReasoningDelta,
     TextDelta,
+    TokenLogprob,
     ToolCall,
 )
 from rekindle.protocol.requests import GenerateRequest
@@ -68,16 +72,8 @@ class LineStream(EventStream):
     media_type = "application/x-ndjson"
 
 
-#: Makes further fields for the end of an answer out of the whole reply.
-EndFields = Callable[[AssistantMessage], Awaitable[dict[str, Any]]]
-
-
-async def no_fields(_message: AssistantMessage) -> dict[str, Any]:
-    return {}
-
-
 class OllamaReply(Reply):
-    """What /api/chat and /api/generate have in common. The subclasses format a text."""
+    """What /api/chat and /api/generate have in common. The subclasses format a message."""
 
     stream_class = LineStream
     # Longest time without a line while the arguments of a call are generated.
@@ -88,31 +84,32 @@ class OllamaReply(Reply):
         http: Request,
         runtime: RuntimeClient,
         request: GenerateRequest,
-        model: str,
-        end_fields: EndFields = no_fields,
+        body: RequestBase,
+        context: Context | None = None,
     ) -> None:
-        super().__init__(http, runtime, [request])
-        self._model = model
-        self._end_fields = end_fields
+        headers = ignored_headers({IGNORED_FIELDS_HEADER: body.ignored_fields})
+        super().__init__(http, runtime, [request], headers=headers)
+        self._model = body.model or runtime.name
+        self._context = context
         self._message = AssistantMessage()
         self._calls_sent = 0
         self._last_line_s = 0.0
 
     @staticmethod
     @abstractmethod
-    def text(text: str) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def thinking(self, text: str) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def whole(self, message: AssistantMessage) -> dict[str, Any]: ...
+    def message(
+        text: str = "", thinking: str | None = None, calls: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """Format a whole message or a part of one."""
 
     def add(self, index: int, part: Part) -> None:
         self._message.add(part)
 
     async def body(self) -> dict[str, Any]:
-        return stamped(self._model, {**self.whole(self._message), **await self._end()})
+        reply = self._message
+        message = self.message(reply.text, reply.reasoning, calls(reply.tool_calls))
+        whole = {**message, **_logprobs(reply.logprobs)}
+        return stamped(self._model, {**whole, **await self._end()})
 
     def chunks(self, index: int, event: Event) -> list[bytes]:
         if not isinstance(event, Delta):
@@ -121,17 +118,17 @@ class OllamaReply(Reply):
         return [self._line(fields) for fields in self._fields(event.part)]
 
     async def end(self) -> bytes:
-        last = {**self.text(""), **await self._end()}
+        last = {**self.message(), **await self._end()}
         return b"".join(self._line(fields) for fields in [*self._whole_calls(), last])
 
     def _fields(self, part: Part) -> list[dict[str, Any]]:
         match part:
-            case TextDelta(text):
-                return [*self._whole_calls(), self.text(text)]
+            case TextDelta(text, logprobs):
+                return [*self._whole_calls(), {**self.message(text), **_logprobs(logprobs)}]
             case ReasoningDelta(text):
-                return [*self._whole_calls(), self.thinking(text)]
+                return [*self._whole_calls(), self.message(thinking=text)]
             case ArgumentsDelta() if time.monotonic() - self._last_line_s > self.max_silence_s:
-                return [self.text("")]  # a call is sent whole, which may take long
+                return [self.message()]  # a call is sent whole, which may take long
         return self._whole_calls(unfinished=1)
 
     def _whole_calls(self, unfinished: int = 0) -> list[dict[str, Any]]:
@@ -140,10 +137,7 @@ class OllamaReply(Reply):
             self._calls_sent : len(self._message.tool_calls) - unfinished
         ]
         first, self._calls_sent = self._calls_sent, self._calls_sent + len(done)
-        if not done:
-            return []
-        message = {"role": "assistant", "content": "", "tool_calls": calls(done, first)}
-        return [{"message": message}]
+        return [self.message(calls=calls(done, first))] if done else []
 
     def _line(self, fields: dict[str, Any]) -> bytes:
         self._last_line_s = time.monotonic()
@@ -154,7 +148,7 @@ class OllamaReply(Reply):
         return {
             "done": True,
             "done_reason": "length" if finished.reason == "length" else "stop",
-            **await self._end_fields(self._message),
+            **(await self._context.after(self._message.text) if self._context else {}),
             "total_duration": int((time.monotonic() - received_s(self._http)) * NS),
             "load_duration": 0,
             "prompt_eval_count": finished.prompt_tokens,
@@ -169,39 +163,37 @@ class ChatReply(OllamaReply):
     """/api/chat."""
 
     @staticmethod
-    def text(text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def thinking(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": "", "thinking": text}}
-
-    def whole(self, message: AssistantMessage) -> dict[str, Any]:
-        fields = {"role": "assistant", "content": message.text}
-        if message.reasoning:
-            fields["thinking"] = message.reasoning
-        if message.tool_calls:
-            return {"message": {**fields, "tool_calls": calls(message.tool_calls)}}
-        return {"message": fields}
+    def message(
+        text: str = "", thinking: str | None = None, calls: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if thinking:
+            message["thinking"] = thinking
+        if calls:
+            message["tool_calls"] = calls
+        return {"message": message}
 
 
 class GenerateReply(OllamaReply):
-    """/api/generate."""
+    """/api/generate, whose replies call no tools."""
 
     @staticmethod
-    def text(text: str) -> dict[str, Any]:
-        return {"response": text}
+    def message(
+        text: str = "", thinking: str | None = None, calls: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        return {"response": text, **({"thinking": thinking} if thinking else {})}
 
-    def thinking(self, text: str) -> dict[str, Any]:
-        return {"response": "", "thinking": text}
 
-    def whole(self, message: AssistantMessage) -> dict[str, Any]:
-        thinking = {"thinking": message.reasoning} if message.reasoning else {}
-        return {"response": message.text, **thinking}
+def utc(time: datetime) -> str:
+    return time.isoformat().replace("+00:00", "Z")
+
+
+def _logprobs(logprobs: list[TokenLogprob] | None) -> dict[str, Any]:
+    return {"logprobs": token_logprobs(logprobs)} if logprobs else {}
 
 
 def stamped(model: str, fields: dict[str, Any]) -> dict[str, Any]:
-    created_at = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-    return {"model": model, "created_at": created_at, **fields}
+    return {"model": model, "created_at": utc(datetime.now(UTC)), **fields}
 
 
 def calls(made: list[ToolCall], first: int = 0) -> list[dict[str, Any]]:

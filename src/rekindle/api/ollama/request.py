@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import explain, stop_list
-from rekindle.api.base.messages import Message, rendered
+from rekindle.api.base.messages import Message, plain_message, rendered
 from rekindle.api.base.request import RequestBuilder
 from rekindle.api.ollama.schema import OllamaGenerateRequest, OllamaMessage, RequestBase
 from rekindle.errors import BadRequest, TooManyRequests, Unavailable
@@ -30,7 +30,9 @@ def generate_request(
         **prompt,
         template_kwargs=body.template_kwargs,
         structured_output=body.structure,
-        sampling=options.sampling_params(builder.config),
+        sampling=options.sampling_params(
+            builder.config, (body.top_logprobs or 0) if body.logprobs else None
+        ),
         max_tokens=limit,
         stop=stop_list(options.stop),
     )
@@ -45,25 +47,6 @@ def messages_of(sent: Sequence[OllamaMessage]) -> list[Message]:
         return [_message(each, called, answered) for each in sent]
     except ValidationError as error:
         raise explain(error.errors()) from None
-
-
-def prompt_messages(body: OllamaGenerateRequest) -> list[Message]:
-    """A prompt of /api/generate as a conversation."""
-    system = [_plain("system", body.system)] if body.system else []
-    user = OllamaMessage(role="user", content=body.prompt, images=body.images)
-    return [*system, *messages_of([user])]
-
-
-def user_message(text: str) -> Message:
-    return _plain("user", text)
-
-
-def reply_message(text: str) -> Message:
-    return _plain("assistant", text)
-
-
-def _plain(role: str, text: str) -> Message:
-    return Message.model_validate({"role": role, "content": text})
 
 
 def _ids() -> Iterator[str]:
@@ -101,7 +84,7 @@ def _url(image: str) -> str:
 
 
 # Any conversation. A message adds the same tokens to it as to every other conversation.
-EARLIER = [user_message("a"), reply_message("b")]
+EARLIER = [plain_message("user", content="a"), plain_message("assistant", content="b")]
 
 
 class Context:
@@ -123,13 +106,13 @@ class Context:
         }
         self._is_known = not (body.raw or body.images)  # images have no tokens
         self._before = body.context or []
-        self._messages = prompt_messages(body) if not body.raw else []
+        system = [plain_message("system", content=body.system)] if body.system else []
+        user = OllamaMessage(role="user", content=body.prompt, images=body.images)
+        self.messages = [*system, *messages_of([user])]
         self._prompt: list[int] = []
 
-    async def prompt(self) -> dict[str, Any]:
-        """The prompt that continues the client's context, if it sent one."""
-        if not self._before:
-            return {}
+    async def prompt(self) -> list[int]:
+        """The prompt that continues the client's context."""
         ready = self._runtime.ready
         if ready and not all(0 <= token < ready.vocabulary for token in self._before):
             raise BadRequest(
@@ -137,10 +120,10 @@ class Context:
                 f"{ready.vocabulary - 1}.",
                 param="context",
             )
-        whole = await self._tokens([*EARLIER, *self._messages])
+        whole = await self._tokens([*EARLIER, *self.messages])
         ended = await self._tokens(EARLIER, add_generation_prompt=False)
         self._prompt = [*self._before, *_more(whole, ended)]
-        return {"prompt": self._prompt}
+        return self._prompt
 
     async def after(self, reply: str) -> dict[str, Any]:
         """The context after the reply. It is left out if the runtime does not answer, because the
@@ -152,7 +135,7 @@ class Context:
 
     async def _after(self, reply: str) -> list[int]:
         if not self._before:
-            conversation = [*self._messages, reply_message(reply)]
+            conversation = [*self.messages, plain_message("assistant", content=reply)]
             return await self._tokens(conversation, add_generation_prompt=False)
         written = await self._ask(Tokenize(text=reply, parse_special=False))
         ended = await self._tokens(EARLIER, add_generation_prompt=False)
@@ -162,10 +145,10 @@ class Context:
         return [*self._prompt, *written, *_more(ended, open_ended)]
 
     async def _tokens(self, messages: Sequence[Message], **end: Any) -> list[int]:
-        return await self._ask(Tokenize(messages=rendered(list(messages)), **self._form, **end))
+        return await self._ask(Tokenize(messages=rendered(messages), **self._form, **end))
 
     async def _ask(self, question: Tokenize) -> list[int]:
-        return (await self._client.request(self._runtime, question, Tokenized)).tokens
+        return list((await self._client.request(self._runtime, question, Tokenized)).ids)
 
 
 def _more(longer: Sequence[int], shorter: Sequence[int]) -> Sequence[int]:

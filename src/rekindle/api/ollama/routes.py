@@ -12,13 +12,12 @@ from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import models_of
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.base.tools import described
-from rekindle.api.ollama.models import runtime_named
+from rekindle.api.ollama.models import bare
 from rekindle.api.ollama.reply import RESPONSES, ChatReply, GenerateReply, line, stamped
-from rekindle.api.ollama.request import Context, generate_request, messages_of, prompt_messages
+from rekindle.api.ollama.request import Context, generate_request, messages_of
 from rekindle.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, RequestBase
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse
-from rekindle.protocol.events import AssistantMessage
 
 router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=RESPONSES)
 
@@ -28,14 +27,14 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
     """Answer a conversation. State that was computed for an equal prefix, in any dialect, is
     reused."""
     models = models_of(request)
-    runtime = runtime_named(models, body.model)
+    runtime = models.runtime(bare(body.model, models))
     if not body.messages:
-        return _load_status(body, ChatReply.text(""), runtime.name)
+        return _load_status(body, ChatReply.message(), runtime.name)
     messages = await run_off_loop(request, messages_of, body.messages)
     rendered = await render_chat(request, runtime, messages)
     prompt = {**rendered.fields, "tools": described(body.tools)}
-    turn = generate_request(body, RequestBuilder.of(request), prompt)
-    reply = ChatReply(request, runtime, turn, body.model or runtime.name)
+    turn = generate_request(body, RequestBuilder.of(request, runtime), prompt)
+    reply = ChatReply(request, runtime, turn, body)
     return await reply.respond(stream=body.streams)
 
 
@@ -43,21 +42,19 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
 async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
     """Answer a prompt. With `context` of an earlier answer, continue that conversation."""
     models = models_of(request)
-    runtime = runtime_named(models, body.model)
+    runtime = models.runtime(bare(body.model, models))
     if not body.prompt:
-        return _load_status(body, GenerateReply.text(""), runtime.name)
+        return _load_status(body, GenerateReply.message(), runtime.name)
     client, normalise = AdminClient.of_tenant(request), models.config.normalise
     context = Context(client, runtime, body, normalise=normalise)
-    prompt = {"prompt": body.prompt} if body.raw else await context.prompt()
-    if not body.raw and not body.context:
-        messages = prompt_messages(body)
-        prompt = (await render_chat(request, runtime, messages)).fields
-
-    async def context_after(reply: AssistantMessage) -> dict[str, Any]:
-        return await context.after(reply.text)
-
-    turn = generate_request(body, RequestBuilder.of(request), prompt)
-    reply = GenerateReply(request, runtime, turn, body.model or runtime.name, context_after)
+    if body.raw:
+        prompt: dict[str, Any] = {"prompt": body.prompt}
+    elif body.context:
+        prompt = {"prompt": await context.prompt()}
+    else:
+        prompt = (await render_chat(request, runtime, context.messages)).fields
+    turn = generate_request(body, RequestBuilder.of(request, runtime), prompt)
+    reply = GenerateReply(request, runtime, turn, body, context)
     return await reply.respond(stream=body.streams)
 
 

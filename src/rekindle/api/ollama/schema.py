@@ -1,8 +1,8 @@
-"""Validates Ollama's requests. Unknown fields are ignored."""
+"""Validates Ollama's requests. Unknown fields are dropped."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -16,10 +16,13 @@ from rekindle.api.base.fields import (
     Text,
     Tokens,
     limit_depth,
+    limit_inputs,
+    limit_text,
     takes,
 )
+from rekindle.api.base.known_fields import FieldTable, Ignored, KnownFields, Refused
 from rekindle.api.base.messages import Arguments, limit_messages
-from rekindle.api.base.sampling import SamplingFields
+from rekindle.api.base.sampling import RepeatLastN, SamplingFields
 from rekindle.api.base.tools import Tools
 from rekindle.errors import Unsupported
 from rekindle.protocol.requests import StructuredOutput
@@ -39,18 +42,44 @@ Think = Annotated[
     bool | Literal["low", "medium", "high"], takes('true, false, "low", "medium" or "high"')
 ]
 KeepAlive = Annotated[str | float, takes('a duration: seconds, or a text like "5m"')]
-# -1 stands for the whole context.
-RepeatLastN = Annotated[
-    int,
-    Field(ge=-1, le=MAX_TOKENS),
-    AfterValidator(lambda window: 1 << 20 if window == -1 else window),
-    WHOLE,
-]
+MIROSTAT = "Mirostat is not supported: use `min_p` or `typical_p` instead of"
+LOADED = "the server loads its models when it starts"
+FIELD_TABLE: FieldTable = {
+    "suffix": Refused("filling in the middle is not supported: remove", ("",)),
+    "template": Refused("the model's own chat template is always used: remove", ("",)),
+    "options.mirostat": Refused(MIROSTAT, (0,)),
+    "options.mirostat_tau": Refused(MIROSTAT, (0,), switch="options.mirostat"),
+    "options.mirostat_eta": Refused(MIROSTAT, (0,), switch="options.mirostat"),
+    "options.tfs_z": Refused("tail-free sampling is not supported: remove", (1,)),
+    "options.penalize_newline": Refused("penalties include line breaks: remove", (True,)),
+    "truncate": Ignored("a prompt that is too long is refused", (False,)),
+    "shift": Ignored("a reply ends where the context ends", (False,)),
+    "keep_alive": Ignored(LOADED),
+    "options.num_keep": Ignored("a context is never shifted"),
+    "options.draft_num_predict": Ignored("speculation does not change a reply"),
+    **{
+        f"options.{name}": Ignored(LOADED)
+        for name in (
+            "num_ctx",
+            "num_batch",
+            "num_gpu",
+            "main_gpu",
+            "num_thread",
+            "use_mmap",
+            "use_mlock",
+            "low_vram",
+            "numa",
+            "f16_kv",
+            "vocab_only",
+            "logits_all",
+            "embedding_only",
+        )
+    },
+}
 
 
 class Options(SamplingFields):
-    """Sampling parameters. Options about loading (`num_ctx`, `num_gpu`, …) are ignored, because the
-    server decides them when it starts."""
+    """Sampling parameters. `FIELD_TABLE` has those that are refused or ignored."""
 
     model_config = ConfigDict(
         strict=True, extra="ignore", alias_generator=lambda name: SAMPLING_ALIASES.get(name, name)
@@ -61,8 +90,10 @@ class Options(SamplingFields):
     stop: Stop | None = None
 
 
-class RequestBase(StrictModel):
+class RequestBase(KnownFields, StrictModel):
     """What /api/chat and /api/generate have in common."""
+
+    field_table: ClassVar[FieldTable] = FIELD_TABLE
 
     model: str | None = None
     stream: bool | None = None
@@ -70,6 +101,14 @@ class RequestBase(StrictModel):
     options: Options | None = None
     think: Think | None = None
     keep_alive: KeepAlive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+
+    @model_validator(mode="after")
+    def _top_needs_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise Unsupported("`top_logprobs` needs `logprobs: true`", param="top_logprobs")
+        return self
 
     @property
     def streams(self) -> bool:
@@ -150,17 +189,9 @@ class OllamaGenerateRequest(RequestBase):
     images: Images | None = None
     context: Tokens | None = Field(None, description="Tokens of an earlier answer to continue")
     raw: bool | None = Field(None, description="Use the prompt without a template")
-    suffix: str | None = None
-    template: str | None = None
 
     @model_validator(mode="after")
-    def _served(self) -> OllamaGenerateRequest:
-        for name, instead in (
-            ("suffix", "filling in the middle is not supported: remove"),
-            ("template", "the model's own chat template is always used: remove"),
-        ):
-            if getattr(self, name):
-                raise Unsupported(f"{instead} `{name}`", param=name)
+    def _images_have_a_conversation(self) -> OllamaGenerateRequest:
         if self.images and (self.context or self.raw):
             raise Unsupported(
                 "images need a conversation: leave `context` and `raw` out, or use /api/chat",
@@ -174,7 +205,10 @@ class OllamaEmbedRequest(StrictModel):
 
     model: str | None = None
     input: Annotated[
-        Text | Annotated[list[Text], Field(fail_fast=True)], takes("a string, or a list of strings")
+        str | Annotated[list[str], Field(fail_fast=True)],
+        takes("a string, or a list of strings"),
+        BeforeValidator(limit_text),
+        BeforeValidator(limit_inputs),
     ] = Field(default_factory=list)
     prompt: Text | None = None
     truncate: bool | None = Field(None, description="False: refuse an input that is too long")

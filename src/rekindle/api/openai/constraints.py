@@ -9,7 +9,7 @@ import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from rekindle.api.base.fields import FunctionName, StrictModel, limit_depth, takes
-from rekindle.api.base.tools import Tool, ToolSelection
+from rekindle.api.base.tools import MAX_TOOLS, Tool, ToolSelection
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.protocol.requests import StructuredOutput
 
@@ -41,13 +41,10 @@ class ResponseFormat(StrictModel):
     @property
     def structure(self) -> StructuredOutput | None:
         """The constraint for the runtime, or None for plain text."""
-        match self.type:
-            case "text":
-                return None
-            case "json_object":
-                return StructuredOutput(schema=self.schema_)
-        assert self.json_schema is not None
-        return StructuredOutput(schema=self.json_schema.schema_)
+        if self.type == "text":
+            return None
+        given = self.json_schema if self.type == "json_schema" else None
+        return StructuredOutput(schema=given.schema_ if given else self.schema_)
 
 
 MAX_GRAMMAR_CHARACTERS = 65_536  # and of all choices together
@@ -121,16 +118,12 @@ class StructuredOutputs(StrictModel):
 
     @property
     def structures(self) -> dict[str, StructuredOutput]:
-        values = {name: getattr(self, "json_" if name == "json" else name) for name in PARTS}
-        found = {
-            f"structured_outputs.{name}": StructuredOutput(
-                **{PARTS[name]: value}, param="structured_outputs"
-            )
-            for name, value in values.items()
-            if value is not None
-        }
+        found, param = {}, "structured_outputs"
+        for name, kind in PARTS.items():
+            if (value := getattr(self, "json_" if name == "json" else name)) is not None:
+                found[f"{param}.{name}"] = StructuredOutput(**{kind: value}, param=param)
         if self.json_object:
-            found["structured_outputs.json_object"] = StructuredOutput(param="structured_outputs")
+            found[f"{param}.json_object"] = StructuredOutput(param=param)
         return found
 
 
@@ -190,7 +183,7 @@ class NamedTool(StrictModel):
 
 class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, fail_fast=True)
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
 
 
 class AllowedChoice(StrictModel):

@@ -13,7 +13,8 @@ from typing import Any
 from msgspec import structs
 from starlette.requests import Request
 
-from rekindle.api.base.reply import Reply, finite, token_logprobs, x_cache
+from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
+from rekindle.api.base.reply import Reply, ignored_headers, token_logprobs, x_cache
 from rekindle.api.openai.schema import CompletionsBase
 from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
 from rekindle.protocol.events import (
@@ -52,7 +53,8 @@ class CompletionsReply(Reply):
         *,
         others: Sequence[RuntimeClient] = (),
     ) -> None:
-        super().__init__(http, runtime, requests, others=others)
+        headers = ignored_headers({IGNORED_FIELDS_HEADER: body.ignored_fields})
+        super().__init__(http, runtime, requests, headers=headers, others=others)
         self._body = body
         self._choices = body.n or 1  # per prompt
         self._messages = [AssistantMessage() for request in requests for _ in request.turns]
@@ -65,13 +67,18 @@ class CompletionsReply(Reply):
             "model": runtime.name,
             "system_fingerprint": f"rekindle-{__version__}",
         }
+        self._chunk_fields = {**self._common_fields, "object": self.chunk_object}
 
-    @abstractmethod
     def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
         """What a stream sends of a choice before its first part. `calls`: that part is a call."""
+        return None
 
     @abstractmethod
     def delta(self, index: int, part: Part) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def empty(self, index: int) -> dict[str, Any]:
+        """A choice without text, for chunks that only report. Clients read `chunk.choices[0]`."""
 
     @abstractmethod
     def closing(self, index: int, finished: Finished) -> dict[str, Any]: ...
@@ -107,22 +114,18 @@ class CompletionsReply(Reply):
 
     def _delta_chunks(self, index: int, part: Part) -> list[bytes]:
         if isinstance(part, TextDelta) and part.logprobs is None:
-            chunk = self._text_chunk(index, part.text)
+            # All chunks of text are alike, so that the JSON around the text is written once.
+            if index not in self._text_chunks:
+                self._text_chunks[index] = EventTemplate(
+                    lambda text: self._chunk([self.delta(index, TextDelta(text))])
+                )
+            chunk = self._text_chunks[index].event(part.text)
         else:
             chunk = self._chunk([self.delta(index, part)])
         if index in self._opened:
             return [chunk]
         self._first_byte_at_s = self._first_byte_at_s or time.monotonic()
         return [*self._opening(index, calls=isinstance(part, ToolCallStart)), chunk]
-
-    def _text_chunk(self, index: int, text: str) -> bytes:
-        """All chunks of text are alike, so that the JSON around the text is written once."""
-        template = self._text_chunks.get(index)
-        if template is None:
-            template = self._text_chunks[index] = EventTemplate(
-                lambda text: self._chunk([self.delta(index, TextDelta(text))])
-            )
-        return template.event(text)
 
     def _opening(self, index: int, *, calls: bool = False) -> list[bytes]:
         if index in self._opened:
@@ -136,25 +139,24 @@ class CompletionsReply(Reply):
         if self._body.progress == "comments":
             return sse_comment(f"prefill {done}/{event.prompt_tokens}")
         progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
-        return self._chunk([], prefill_progress=progress)
+        return self._chunk([self.empty(0)], prefill_progress=progress)
 
     async def end(self) -> bytes:
-        chunks = []
+        chunks, cost = [], {}
         if self._body.includes_usage:
-            cost = usage(self.finished, self._choices, self._first_byte_at_s)
-            chunks.append(self._chunk([], usage=cost))
+            cost = {"usage": usage(self.finished, self._choices, self._first_byte_at_s)}
+            chunks.append(self._chunk([], **cost))  # without choices, as OpenAI sends it
         if self._body.reports_cache:
-            # It has the fields of a chunk: OpenAI's Python client yields named events as chunks.
-            chunk = {**self._common_fields, "object": self.chunk_object, "choices": []}
-            report = x_cache(self.finished, self._choices)
-            chunks.append(sse_event("x_cache", {**chunk, **report}))
+            # It has the fields of a chunk: OpenAI's Python client yields named events as chunks,
+            # and its stream helper takes the usage from the last one.
+            chunk = {**self._chunk_fields, "choices": [self.empty(0)], **cost}
+            report = {**chunk, **x_cache(self.finished, self._choices)}
+            chunks.append(sse_event("x_cache", report))
         return b"".join([*chunks, SSE_DONE])
 
     def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
-        chunk = {**self._common_fields, "object": self.chunk_object, "choices": choices}
-        if self._body.includes_usage:
-            chunk["usage"] = None
-        return sse_data({**chunk, **more})
+        usage = {"usage": None} if self._body.includes_usage else {}
+        return sse_data({**self._chunk_fields, "choices": choices, **usage, **more})
 
 
 class ChatReply(CompletionsReply):
@@ -166,10 +168,20 @@ class ChatReply(CompletionsReply):
         return _chat_delta(index, {"role": "assistant", "content": None if calls else ""})
 
     def delta(self, index: int, part: Part) -> dict[str, Any]:
-        choice = _chat_delta(index, _delta_fields(part))
-        if isinstance(part, TextDelta) and part.logprobs is not None:
-            choice["logprobs"] = _chat_logprobs(part.logprobs)
-        return choice
+        match part:
+            case TextDelta(text, logprobs):
+                shown = None if logprobs is None else _chat_logprobs(logprobs)
+                return {**_chat_delta(index, {"content": text}), "logprobs": shown}
+            case ReasoningDelta(text):
+                return _chat_delta(index, {"reasoning_content": text})
+            case ToolCallStart():
+                call = {"index": part.index, **ToolCall(part.id, part.name).as_dict()}
+            case ArgumentsDelta():
+                call = {"index": part.index, "function": {"arguments": part.text}}
+        return _chat_delta(index, {"tool_calls": [call]})
+
+    def empty(self, index: int) -> dict[str, Any]:
+        return _chat_delta(index, {})
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
         return {**_chat_delta(index, _message_id(finished)), "finish_reason": finished.reason}
@@ -181,19 +193,6 @@ class ChatReply(CompletionsReply):
             "logprobs": _chat_logprobs(message.logprobs) if message.logprobs else None,
             "finish_reason": finished.reason,
         }
-
-
-def _delta_fields(part: Part) -> dict[str, Any]:
-    match part:
-        case TextDelta():
-            return {"content": part.text}
-        case ReasoningDelta():
-            return {"reasoning_content": part.text}
-        case ToolCallStart():
-            call = ToolCall(part.id, part.name).as_dict()
-            return {"tool_calls": [{"index": part.index, **call}]}
-        case ArgumentsDelta():
-            return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
 
 def _message_id(finished: Finished) -> dict[str, str]:
@@ -216,12 +215,12 @@ class TextReply(CompletionsReply):
         super().__init__(*args, **kwargs)
         self._offsets: dict[int, TextOffset] = defaultdict(TextOffset)
 
-    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
-        return None
-
     def delta(self, index: int, part: Part) -> dict[str, Any]:
         assert isinstance(part, TextDelta), "a text completion has no other parts"
         return self._choice(index, part.text, part.logprobs, None)
+
+    def empty(self, index: int) -> dict[str, Any]:
+        return self._choice(index, "", None, None)
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
         return self._choice(index, "", None, finished.reason)
@@ -250,28 +249,29 @@ class TextOffset:
 
 
 def _text_logprobs(logprobs: list[TokenLogprob], offset: TextOffset) -> dict[str, Any]:
+    tokens = token_logprobs(logprobs)
     return {
-        "tokens": [_text(token.piece) for token in logprobs],
-        "token_logprobs": [finite(token.logprob) for token in logprobs],
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": [
-            {_text(piece): finite(score) for piece, score in token.top} for token in logprobs
+            {each["token"]: each["logprob"] for each in token["top_logprobs"]} for token in tokens
         ],
         "text_offset": [offset.advance(token.piece) for token in logprobs],
     }
 
 
-def _text(piece: bytes) -> str:
-    return piece.decode(errors="replace")
-
-
 def usage(
     turns: Sequence[Finished], choices: int, first_byte_at_s: float | None = None
 ) -> dict[str, Any]:
-    """OpenAI's `usage`. A prompt with several choices counts once."""
-    prompts = turns[::choices]
+    """OpenAI's `usage`. A prompt with several choices counts once.
+
+    `first_token_time` has the seconds of each stage up to the first token, and in a stream up to
+    its first byte.
+    """
+    prompts, first = turns[::choices], turns[0]
     prompt_tokens = sum(turn.prompt_tokens for turn in prompts)
     completion_tokens = sum(turn.completion_tokens for turn in turns)
-    return {
+    fields: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
@@ -282,8 +282,13 @@ def usage(
             "reasoning_tokens": sum(turn.reasoning_tokens for turn in turns)
         },
         "prompt_eval_time": round(sum(turn.prompt_eval_s for turn in prompts), 6),
-        **_first_token_time(turns[0], first_byte_at_s),
     }
+    if first.stages is not None:
+        stages = structs.asdict(first.stages)
+        if first_byte_at_s is not None and first.first_token_at_s is not None:
+            stages["first_byte"] = first_byte_at_s - first.first_token_at_s
+        fields["first_token_time"] = {stage: round(spent, 6) for stage, spent in stages.items()}
+    return fields
 
 
 def timings(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
@@ -307,13 +312,3 @@ def _speed(what: str, tokens: int, seconds: float) -> dict[str, Any]:
         f"{what}_per_token_ms": round(ms / tokens, 6) if tokens else 0.0,
         f"{what}_per_second": round(tokens / seconds, 3) if seconds else 0.0,
     }
-
-
-def _first_token_time(turn: Finished, first_byte_at_s: float | None) -> dict[str, Any]:
-    """Seconds of each stage up to the first token, and in a stream up to its first byte."""
-    if turn.stages is None:
-        return {}
-    stages = structs.asdict(turn.stages)
-    if first_byte_at_s is not None and turn.first_token_at_s is not None:
-        stages["first_byte"] = first_byte_at_s - turn.first_token_at_s
-    return {"first_token_time": {stage: round(spent, 6) for stage, spent in stages.items()}}

@@ -10,6 +10,7 @@ from rekindle.api.base.request import RenderedChat, RequestBuilder, or_default, 
 from rekindle.api.base.tools import described
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest, CompletionsBase
 from rekindle.config import Config
+from rekindle.errors import BadRequest
 from rekindle.protocol.requests import Choice, GenerateRequest, Names
 
 
@@ -50,23 +51,30 @@ def _request(
     top_logprobs: int | None,
     prompt: dict[str, Any],
 ) -> GenerateRequest:
-    names = _names(body, builder.config)
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise BadRequest(
+            f"`min_tokens` is {body.min_tokens}, but the reply may have at most {max_tokens} "
+            "tokens: raise `max_tokens` or send less.",
+            param="min_tokens",
+        )
     return builder.build(
         **prompt,
         sampling=body.sampling_params(builder.config, top_logprobs),
         max_tokens=max_tokens,
         stop=stop_list(body.stop),
+        stop_token_ids=body.stop_token_ids or [],
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         priority=body.priority or 0,
         normalise=body.normalise,
         ignore_eos=bool(body.ignore_eos),
         structured_output=body.structure,
         use_cache=body.use_kv_cache,
-        names=names,
+        names=_names(body, builder.config),
         more_choices=[_choice(body, number) for number in range(1, body.n or 1)],
         exact=body.cache_exact,
         kv_bits=body.kv_bits,
         kv_group_size=body.kv_group_size,
-        kv_quantization_start=body.kv_start,
+        kv_quantization_start=body.kv_quantization_start,
     )
 
 

@@ -13,9 +13,8 @@ from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.openai.reply import ChatReply, TextReply
 from rekindle.api.openai.request import chat_requests, completion_requests
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest
-from rekindle.errors import Unsupported
 from rekindle.http.body import JsonRoute, run_off_loop
-from rekindle.http.responses import MAY_STREAM, RETRY_SOON, JsonResponse
+from rekindle.http.responses import MAY_STREAM, JsonResponse
 from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(route_class=JsonRoute)
@@ -30,7 +29,7 @@ async def create_chat_completion(
     models = models_of(request)
     runtime = models.runtime(body.model, number)
     chat = await render_chat(request, runtime, body.messages, body.resize)
-    builder = RequestBuilder.of(request)
+    builder = RequestBuilder.of(request, runtime)
     requests = await run_off_loop(request, chat_requests, body, builder, chat)
     reply = ChatReply(request, runtime, requests, body, others=models.others(runtime))
     return await reply.respond(stream=bool(body.stream))
@@ -41,11 +40,9 @@ async def create_completion(
     body: CompletionRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Continue a text, or each of a list of texts."""
-    if body.echo:
-        raise Unsupported("echoing the prompt is not supported: remove `echo`", param="echo")
     models = models_of(request)
     runtime = models.runtime(body.model, number)
-    builder = RequestBuilder.of(request)
+    builder = RequestBuilder.of(request, runtime)
     requests = await run_off_loop(request, completion_requests, body, builder)
     reply = TextReply(request, runtime, requests, body, others=models.others(runtime))
     return await reply.respond(stream=bool(body.stream))
@@ -76,7 +73,7 @@ async def health(request: Request) -> Response:
     if problem is None:
         return JsonResponse({"status": "ok"})
     body = {"status": "unavailable", "reason": problem}
-    return JsonResponse(body, status_code=503, headers=RETRY_SOON)
+    return JsonResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
 def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Validates OpenAI's chat and text completion requests. Unknown fields are ignored."""
+"""Validates OpenAI's chat and text completion requests. Unknown fields are dropped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rekindle.api.base.fields import (
     MAX_ITEMS,
+    MAX_TOKENS,
     WHOLE,
     CacheRetention,
     FreeObject,
@@ -22,14 +22,23 @@ from rekindle.api.base.fields import (
     PromptInput,
     SessionNumber,
     Stop,
+    StopTokens,
     StrictModel,
     TokenLimit,
     as_prompts,
 )
+from rekindle.api.base.known_fields import FieldTable, KnownFields
 from rekindle.api.base.messages import Messages, Resize
-from rekindle.api.base.sampling import LogitBias, SamplingFields
+from rekindle.api.base.sampling import (
+    BadWords,
+    LogitBias,
+    RepeatLastN,
+    SamplingFields,
+    SequenceBreakers,
+)
 from rekindle.api.base.tools import Tools, ToolSelection
 from rekindle.api.openai.constraints import StructuredFields, ToolChoice, select_tools
+from rekindle.api.openai.known_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from rekindle.errors import BadRequest, Unsupported
 
 #: A stream ends with a cache report if the request has one of these fields.
@@ -46,33 +55,12 @@ CACHE_FIELDS = (
 )
 NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # each names one conversation
 
-# Fields of OpenAI's and other servers' APIs that would change the answer. They are refused.
-NOT_SERVED = {
-    "functions": "OpenAI's older tool calling is not supported: send `tools` instead of",
-    "function_call": "OpenAI's older tool calling is not supported: send `tool_choice` instead of",
-    "audio": "audio is not supported: remove",
-    "suffix": "filling in the middle is not supported: remove",
-    "best_of": "best_of is not supported: remove",
-    "chat_template": "the model's own chat template is always used: remove",
-    "grammar_lazy": "a grammar that waits for a trigger is not supported: remove",
-    "grammar_triggers": "a grammar that waits for a trigger is not supported: remove",
-    "guided_whitespace_pattern": "a whitespace pattern for JSON is not supported: remove",
-}
-NOT_FOR_TEXTS = {
-    "resize": "text completions take no images: use /v1/chat/completions, or remove",
-    "tools": "text completions call no tools: use /v1/chat/completions, or remove",
-    "tool_choice": "text completions call no tools: use /v1/chat/completions, or remove",
-}
-# Values of these fields that change nothing. They are accepted.
-HARMLESS: dict[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "suffix": ("",),
-    "best_of": (1,),
-    "grammar_lazy": (False,),
-    "grammar_triggers": ([],),
+#: Names that other servers have for fields of this one.
+ALIASES = {
+    "n_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "repeat_last_n": "repetition_context_size",
+    "quantized_kv_start": "kv_quantization_start",
 }
 
 TopLogprobs = Annotated[int, Field(ge=0, le=20), WHOLE]
@@ -82,14 +70,36 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
-class CompletionsBase(StrictModel, StructuredFields, SamplingFields):
+class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields):
     """What chat and text completions have in common. None stands for the server's default."""
-
-    not_served: ClassVar[Mapping[str, str]] = NOT_SERVED
 
     model: str | None = None
     max_tokens: TokenLimit | None = None
+    n_predict: TokenLimit | None = Field(None, description="llama.cpp: alias of `max_tokens`")
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = Field(
+        None, description="vLLM: the reply does not end before"
+    )
     stop: Stop | None = None
+    stop_token_ids: StopTokens | None = Field(
+        None, description="vLLM: tokens that end the reply, besides the model's own"
+    )
+    bad_words: BadWords | None = Field(
+        None, description="vLLM: texts that the reply must not contain"
+    )
+    truncate_prompt_tokens: TokenLimit | None = Field(
+        None, description="vLLM: use only the last tokens of the prompt; -1 for as many as fit"
+    )
+    dry_multiplier: float | None = Field(None, ge=0, le=100, description="llama.cpp: 0 is off")
+    dry_base: float | None = Field(None, ge=1, le=100)
+    dry_allowed_length: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
+    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKENS), WHOLE] | None = None
+    dry_sequence_breakers: SequenceBreakers | None = None
+    repeat_penalty: float | None = Field(
+        None, gt=0, le=100, description="llama.cpp: alias of `repetition_penalty`"
+    )
+    repeat_last_n: RepeatLastN | None = Field(
+        None, description="llama.cpp: alias of `repetition_context_size`"
+    )
     n: Annotated[int, Field(ge=1, le=32), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -117,30 +127,19 @@ class CompletionsBase(StrictModel, StructuredFields, SamplingFields):
     )
     quantized_kv_start: KvStart | None = Field(None, description="Alias of `kv_quantization_start`")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unserved_fields(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for name, instead in cls.not_served.items():
-                value = data.get(name)
-                if value is not None and value not in HARMLESS.get(name, ()):
-                    raise Unsupported(f"{instead} `{name}`", param=name)
-        return data
-
     @model_validator(mode="after")
-    def _one_start(self) -> Self:
-        starts = {self.kv_quantization_start, self.quantized_kv_start} - {None}
-        if len(starts) > 1:
-            raise BadRequest(
-                "`quantized_kv_start` is an alias of `kv_quantization_start`: send one of them.",
-                param="quantized_kv_start",
-            )
+    def _one_name(self) -> Self:
+        """Give each value to the field that its alias stands for."""
+        for alias, name in ALIASES.items():
+            value, own = getattr(self, alias), getattr(self, name)
+            if value is None:
+                continue
+            if own not in (None, value):
+                raise BadRequest(
+                    f"`{alias}` is an alias of `{name}`: send one of them.", param=alias
+                )
+            setattr(self, name, value)
         return self
-
-    @property
-    def kv_start(self) -> int | None:
-        start = self.kv_quantization_start
-        return self.quantized_kv_start if start is None else start
 
     @property
     def includes_usage(self) -> bool:
@@ -155,14 +154,11 @@ class CompletionsBase(StrictModel, StructuredFields, SamplingFields):
         """How a stream reports prefill progress, if at all."""
         return None
 
-    @property
-    def names_state(self) -> bool:
-        """Whether the request names the conversation that it continues."""
-        return any(getattr(self, field) is not None for field in NAMES)
-
 
 class ChatRequest(CompletionsBase):
     """POST /v1/chat/completions."""
+
+    field_table: ClassVar[FieldTable] = CHAT_FIELDS
 
     messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
     max_completion_tokens: TokenLimit | None = None
@@ -190,14 +186,12 @@ class ChatRequest(CompletionsBase):
 
     @model_validator(mode="after")
     def _final_message_can_be_continued(self) -> ChatRequest:
-        if not self.continue_final_message:
-            return self
-        if self.add_generation_prompt:
+        if self.continue_final_message and self.add_generation_prompt:
             raise BadRequest(
                 "`continue_final_message` and `add_generation_prompt` cannot both be true.",
                 param="continue_final_message",
             )
-        if not self.ends_with_reply:
+        if self.continue_final_message and not self.ends_with_reply:
             raise BadRequest(
                 "`continue_final_message` needs a last message of the assistant that has text and "
                 "no tool calls.",
@@ -238,16 +232,16 @@ class ChatRequest(CompletionsBase):
 
     @property
     def names_state(self) -> bool:
-        return super().names_state or bool(self.message_ids)
+        """Whether the request names the conversation that it continues."""
+        return bool(self.message_ids) or any(getattr(self, name) is not None for name in NAMES)
 
 
 class CompletionRequest(CompletionsBase):
     """POST /v1/completions."""
 
-    not_served: ClassVar[Mapping[str, str]] = {**NOT_SERVED, **NOT_FOR_TEXTS}
+    field_table: ClassVar[FieldTable] = COMPLETION_FIELDS
 
     prompt: PromptInput
-    echo: bool | None = None
     logprobs: TopLogprobs | None = None
 
     @model_validator(mode="after")

@@ -9,9 +9,17 @@ from pydantic import BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.fields import Count, StrictModel, Text, at_most, limit_text, takes
+from rekindle.api.base.fields import (
+    MAX_INPUTS,
+    Count,
+    StrictModel,
+    Text,
+    at_most,
+    limit_text,
+    takes,
+)
 from rekindle.api.base.models import models_of
-from rekindle.api.base.reply import result_of, while_connected
+from rekindle.api.base.reply import embedder_usage, result_of, while_connected
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute
 from rekindle.http.responses import JsonResponse
@@ -35,7 +43,7 @@ Documents = Annotated[
     Field(min_length=1, fail_fast=True),
     takes("a list of at least one string, or object with a `text`"),
     BeforeValidator(_limit_texts),
-    at_most(2048, "documents"),
+    at_most(MAX_INPUTS, "documents"),
 ]
 
 
@@ -81,9 +89,5 @@ def _answer(ranked: Ranked, body: RerankRequest, model: str) -> dict[str, Any]:
             }
             for place in places[: body.top_n]
         ],
-        "usage": {
-            "prompt_tokens": ranked.prompt_tokens,
-            "total_tokens": ranked.prompt_tokens,
-            "prompt_tokens_details": {"cached_tokens": ranked.reused_tokens},
-        },
+        "usage": embedder_usage(ranked),
     }

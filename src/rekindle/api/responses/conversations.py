@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -14,6 +15,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.api.base.admin import durability
 from rekindle.api.base.fields import MAX_ITEMS, StrictModel
 from rekindle.api.base.models import models_of
 from rekindle.api.responses.errors import ConversationNotFound
@@ -26,23 +28,23 @@ from rekindle.api.responses.items import (
 )
 from rekindle.api.responses.schema import Metadata
 from rekindle.api.responses.stored import (
-    After,
     DocumentClient,
-    Limit,
     Lines,
-    Order,
+    PageQuery,
     Stored,
     as_lines,
+    list_page,
     page_of,
     place_of,
+    size_bytes,
     with_new_ids,
 )
-from rekindle.errors import BadRequest, NotFound, ServerError
+from rekindle.errors import BadRequest, ServerError
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop, run_off_loop_if_large
 from rekindle.http.responses import JsonResponse, documented
+from rekindle.protocol.admin import DocumentStored, Removed
 
-PREFIX = "conv_"
 CONVERSATION_LOCKS = "conversation_locks"  # key in the application's state
 
 # One lock for each conversation of a tenant, so that requests change it one after the other.
@@ -59,10 +61,20 @@ class NoRoomForConversation(ServerError):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A changed conversation, or the part of it that a request added."""
+
+    lines: Lines
+    object: dict[str, Any]
+    durability: dict[str, Any]  # `durable: false` if the change is in memory only
+
+
 class ConversationStore:
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, refuses: bool = True) -> None:
+        """`refuses` has the same meaning as in `DocumentClient`."""
         self._request = request
-        self._documents = DocumentClient(request)
+        self._documents = DocumentClient(request, refuses=refuses)
         self._first = models_of(request).runtimes[0]
         self._tenant = caller_of(request).salt
         self._locks: ConversationLocks = getattr(request.state, CONVERSATION_LOCKS)
@@ -71,51 +83,53 @@ class ConversationStore:
         return self._locks.setdefault((self._tenant, key), asyncio.Lock())
 
     async def load(self, key: str) -> Stored:
-        missing = ConversationNotFound(key)
-        if not key.startswith(PREFIX):  # another kind of entry
-            raise missing
-        return await self._documents.load(key, missing)
+        return await self._documents.load(key, ConversationNotFound)
 
     async def create(self, lines: Lines, metadata: dict[str, str]) -> dict[str, Any]:
         """Create a conversation. The first runtime stores it, whichever model answers in it."""
         created: dict[str, Any] = {
-            "id": f"{PREFIX}{secrets.token_hex(ID_BYTES)}",
+            "id": f"{ConversationNotFound.prefix}{secrets.token_hex(ID_BYTES)}",
             "object": "conversation",
             "created_at": int(time.time()),
             "metadata": metadata,
         }
-        if not await self._documents.save(self._first, created["id"], lines, created):
-            raise NoRoomForConversation
-        return created
+        saved = await self._documents.save(self._first, created["id"], lines, created)
+        return created | _confirmed(saved)
 
-    async def change(self, key: str, change: Change) -> Stored:
+    async def change(self, key: str, change: Change) -> Changed:
         """Change a conversation and return it. Changes run one after the other."""
-        async with self._lock(key):
-            before = await self.load(key)
-            lines, changed = await run_off_loop_if_large(
-                self._request, before.size_bytes, change, before
-            )
+        async with (
+            self._lock(key),
+            self._documents.loaded(key, ConversationNotFound) as before,
+        ):
+            size = size_bytes(before.lines)
+            lines, changed = await run_off_loop_if_large(self._request, size, change, before)
             if len(lines) > MAX_ITEMS:
                 raise BadRequest(
                     f"A conversation has at most {MAX_ITEMS} items: begin another.", param="items"
                 )
-            kept = await self._documents.save(before.runtime, key, lines, changed)
-        if not kept:
-            raise NoRoomForConversation
-        return Stored(key, before.runtime, lines, changed)
+            saved = await self._documents.save(before.runtime, key, lines, changed)
+        return Changed(lines, changed, _confirmed(saved))
 
-    async def append(self, key: str, lines: Lines) -> Lines:
+    async def append(self, key: str, lines: Lines) -> Changed:
         """Append items and return them as stored, with new ids if theirs were taken."""
 
         def appended(before: Stored) -> tuple[Lines, dict[str, Any]]:
             return (*before.lines, *with_new_ids(before.lines, lines)), before.object
 
         changed = await self.change(key, appended)
-        return changed.lines[len(changed.lines) - len(lines) :]
+        return replace(changed, lines=changed.lines[len(changed.lines) - len(lines) :])
 
-    async def delete(self, key: str) -> None:
+    async def delete(self, key: str) -> Removed:
         async with self._lock(key):
-            await self._documents.delete(await self.load(key))
+            return await self._documents.delete(await self.load(key))
+
+
+def _confirmed(saved: DocumentStored) -> dict[str, Any]:
+    """`durable: false` if the conversation is in memory only. Raises NoRoomForConversation."""
+    if not saved.kept:
+        raise NoRoomForConversation
+    return durability(saved)
 
 
 ROOT = "/v1/conversations"
@@ -145,17 +159,7 @@ class AddItems(StrictModel):
     items: InputItems
 
 
-class ItemNotFound(NotFound):
-    code = "item_not_found"
-
-    def __init__(self, item_id: str) -> None:
-        super().__init__(
-            f"The conversation has no item {item_id[:128]!r}; GET …/items lists its items.",
-            param="item_id",
-        )
-
-
-@router.post(ROOT, responses=documented(507))
+@router.post(ROOT, responses=documented(503, 507))
 async def create_conversation(body: CreateConversation, request: Request) -> Response:
     """Create a conversation that responses can continue and add to."""
     lines = await run_off_loop(request, _lines, body.items or [])
@@ -168,7 +172,7 @@ async def retrieve_conversation(conversation_id: str, request: Request) -> Respo
     return JsonResponse((await ConversationStore(request).load(conversation_id)).object)
 
 
-@router.post(ONE, responses=documented(507))
+@router.post(ONE, responses=documented(503, 507))
 async def update_conversation(
     conversation_id: str, body: UpdateConversation, request: Request
 ) -> Response:
@@ -178,62 +182,50 @@ async def update_conversation(
         return before.lines, {**before.object, "metadata": body.metadata or {}}
 
     changed = await ConversationStore(request).change(conversation_id, updated)
-    return JsonResponse(changed.object)
+    return JsonResponse(changed.object | changed.durability)
 
 
 @router.delete(ONE)
 async def delete_conversation(conversation_id: str, request: Request) -> Response:
     """Delete a conversation and its items. Stored responses stay."""
-    await ConversationStore(request).delete(conversation_id)
-    return JsonResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
+    removed = await ConversationStore(request).delete(conversation_id)
+    deleted = {"id": conversation_id, "object": "conversation.deleted", "deleted": True}
+    return JsonResponse(deleted | durability(removed))
 
 
-@router.post(ITEMS, responses=documented(507))
+@router.post(ITEMS, responses=documented(503, 507))
 async def create_items(conversation_id: str, body: AddItems, request: Request) -> Response:
     """Append items."""
     lines = await run_off_loop(request, _lines, body.items)
-    kept = await ConversationStore(request).append(conversation_id, lines)
-    return JsonResponse(page_of(kept, limit=len(kept), order="asc", after=None))
+    added = await ConversationStore(request).append(conversation_id, lines)
+    page = page_of(added.lines, limit=len(lines), order="asc", after=None)
+    return JsonResponse(page | added.durability)
 
 
 @router.get(ITEMS)
-async def list_items(
-    conversation_id: str,
-    request: Request,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: After = None,
-) -> Response:
+async def list_items(conversation_id: str, request: Request, page: PageQuery) -> Response:
     """List the items, page by page."""
     stored = await ConversationStore(request).load(conversation_id)
-    shown = await run_off_loop_if_large(
-        request, stored.size_bytes, page_of, stored.lines, limit=limit, order=order, after=after
-    )
-    return JsonResponse(shown)
+    return await list_page(request, stored.lines, page)
 
 
 @router.get(ITEM)
 async def retrieve_item(conversation_id: str, item_id: str, request: Request) -> Response:
     """Show one item."""
     stored = await ConversationStore(request).load(conversation_id)
-    place = place_of(item_id, stored.lines)
-    if place is None:
-        raise ItemNotFound(item_id)
-    return JsonResponse(orjson.loads(stored.lines[place]))
+    return JsonResponse(orjson.loads(stored.lines[place_of(item_id, stored.lines)]))
 
 
-@router.delete(ITEM, responses=documented(507))
+@router.delete(ITEM, responses=documented(503, 507))
 async def delete_item(conversation_id: str, item_id: str, request: Request) -> Response:
     """Delete an item and return the conversation."""
 
     def without(before: Stored) -> tuple[Lines, dict[str, Any]]:
         place = place_of(item_id, before.lines)
-        if place is None:
-            raise ItemNotFound(item_id)
         return (*before.lines[:place], *before.lines[place + 1 :]), before.object
 
     changed = await ConversationStore(request).change(conversation_id, without)
-    return JsonResponse(changed.object)
+    return JsonResponse(changed.object | changed.durability)
 
 
 def _lines(items: list[Any]) -> Lines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle.errors import BadRequest, NotFound, ServerError
+from rekindle.errors import NotFound, ServerError
 from rekindle.http.responses import ErrorFormat, sse_event
 
 ROOTS = ("/v1/responses", "/v1/conversations")
@@ -13,15 +13,41 @@ ROOTS = ("/v1/responses", "/v1/conversations")
 FIELDS = {"messages": "input", "response_format": "text"}
 
 
-class ResponseNotFound(NotFound):
-    code = "response_not_found"
+class UnknownId(NotFound):
+    """A request names something that is not stored here."""
+
+    prefix = ""  # of ids of its kind
+    field: str
+    text: str  # with a place for the id
 
     def __init__(self, key: str) -> None:
-        super().__init__(
-            f"No response {key[:128]!r} is stored here: it had `store: false`, was deleted, or "
-            "has expired.",
-            param="response_id",
-        )
+        super().__init__(self.text.format(repr(key[:128])), param=self.field)
+
+
+class ResponseNotFound(UnknownId):
+    code, field, prefix = "response_not_found", "response_id", "resp_"
+    text = "No response {} is stored here: it had `store: false`, was deleted, or has expired."
+
+
+class PreviousResponseNotFound(ResponseNotFound):
+    status, code, field = 400, "previous_response_not_found", "previous_response_id"
+    text = (
+        f"{ResponseNotFound.text} Send the whole conversation as `input`, without "
+        "`previous_response_id`."
+    )
+
+
+class ConversationNotFound(UnknownId):
+    code, field, prefix = "conversation_not_found", "conversation", "conv_"
+    text = (
+        "There is no conversation {}: create one with POST /v1/conversations, or send its items "
+        "as `input`."
+    )
+
+
+class ItemNotFound(UnknownId):
+    code, field = "item_not_found", "item_id"
+    text = "The conversation has no item {}; GET …/items lists its items."
 
 
 class ResponseIsEnding(ServerError):
@@ -30,28 +56,6 @@ class ResponseIsEnding(ServerError):
     def __init__(self) -> None:
         super().__init__(
             "The response is ending right now: delete it again in a moment.", param="response_id"
-        )
-
-
-class PreviousResponseNotFound(BadRequest):
-    code = "previous_response_not_found"
-
-    def __init__(self, key: str) -> None:
-        super().__init__(
-            f"{ResponseNotFound(key)} Send the whole conversation as `input`, without "
-            "`previous_response_id`.",
-            param="previous_response_id",
-        )
-
-
-class ConversationNotFound(NotFound):
-    code = "conversation_not_found"
-
-    def __init__(self, key: str) -> None:
-        super().__init__(
-            f"There is no conversation {key[:128]!r}: create one with POST /v1/conversations, or "
-            "send its items as `input`.",
-            param="conversation",
         )
 
 

@@ -90,11 +90,6 @@ TextParts = Annotated[Parts, AfterValidator(refuse_images)]
 Content = Annotated[str | Parts, explain_items("part", TAKES), BeforeValidator(_refuse_unserved)]
 
 
-def is_marked(content: Any) -> bool:
-    parts = content if isinstance(content, list) else []
-    return any(part.prompt_cache_breakpoint for part in parts)
-
-
 def text_of(content: Any) -> str:
     """Join the texts of the parts without a separator, as a reply was written."""
     if isinstance(content, str):
@@ -275,23 +270,19 @@ def identified(items: Iterable[Item], taken: Iterable[str] = ()) -> list[dict[st
 
 def _identified(item: Item, known: set[str]) -> dict[str, Any]:
     fields = item.model_dump(exclude_none=True)
-    kind = fields["type"]
     if "id" not in fields or fields["id"] in known:
-        fields["id"] = new_id(kind)
+        fields["id"] = new_id(fields["type"])
     known.add(fields["id"])
-    if kind == "message":
+    if fields["type"] == "message":
         fields["content"] = _parts(fields["role"], fields["content"])
     return {**fields, "status": fields.get("status", "completed")}
 
 
-def _parts(role: str, content: Any) -> Any:
+def _parts(role: str, content: Any) -> list[dict[str, Any]]:
     """Convert content to a list, as the API shows it."""
-    if not isinstance(content, str):
-        return [_shown(part) for part in content]
-    if role == "assistant":
-        return [_shown({"type": "output_text", "text": content})]
-    return [{"type": "input_text", "text": content}]
-
-
-def _shown(part: dict[str, Any]) -> dict[str, Any]:
-    return {**part, "annotations": []} if part["type"] == "output_text" else part
+    if isinstance(content, str):
+        kind = "output_text" if role == "assistant" else "input_text"
+        content = [{"type": kind, "text": content}]
+    return [
+        {**part, "annotations": []} if part["type"] == "output_text" else part for part in content
+    ]

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.api.base.admin import durability
+from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import Reply, x_cache
 from rekindle.api.responses.conversations import ConversationStore
 from rekindle.api.responses.output import ReplyItems
 from rekindle.api.responses.request import STORED_S, Conversation
 from rekindle.api.responses.response import ResponseObject, usage
 from rekindle.api.responses.schema import ResponsesRequest
-from rekindle.api.responses.stored import DocumentClient, Lines, as_lines
+from rekindle.api.responses.stored import DocumentClient, as_lines
 from rekindle.errors import BadRequest, ContextTooLong, ServerError
 from rekindle.http.responses import sse_comment, sse_event
 from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Part, Reason
@@ -40,7 +41,7 @@ def diagnostics(prompt_tokens: int, cache: CacheReport) -> dict[str, Any]:
         "cache_missed_tokens": prompt_tokens - cache.reused_tokens,
         "comparison_reusable_tokens": cache.reused_tokens,
     }
-    if cache.cache_key is None and cache.reason is not Reason.MODEL_MISMATCH:
+    if cache.reason in (Reason.CACHE_KEY_NOT_FOUND, Reason.EXPIRED):
         return {"type": "comparison_response_not_found"}
     if cache.reason is Reason.FULL_MATCH:
         return {"type": "cache_hit"}
@@ -49,47 +50,10 @@ def diagnostics(prompt_tokens: int, cache: CacheReport) -> dict[str, Any]:
     return {"type": "cache_miss", "reason": change, **missed} if change else {"type": "unavailable"}
 
 
+T = TypeVar("T")
 log = logging.getLogger("rekindle.turn")
 
 OPEN_RESPONSES = "open_responses"  # key in the application's state
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseStorage:
-    """Stores a response with the items that it answers, and adds them to its conversation."""
-
-    runtime: RuntimeClient
-    conversation: Conversation
-    documents: DocumentClient
-    conversations: ConversationStore
-    is_stored: bool
-
-    async def save(self, response: dict[str, Any]) -> None:
-        """Store the response. If that fails, the response says so and is sent anyway."""
-        if response["conversation"] is not None:
-            added = await self._tried(self._append(response))
-            response["conversation"] = response["conversation"] if added else None
-        if self.is_stored:
-            response["store"] = await self._tried(self._save(response))
-
-    async def _append(self, response: dict[str, Any]) -> bool:
-        lines = (*self.conversation.own_lines, *as_lines(response["output"]))
-        key = response["conversation"]["id"]
-        await self.conversations.append(key, lines)
-        return True
-
-    async def _save(self, response: dict[str, Any]) -> bool:
-        lines = self.conversation.lines
-        return await self.documents.save(
-            self.runtime, response["id"], lines, response, ttl_s=STORED_S
-        )
-
-    async def _tried(self, saving: Awaitable[bool]) -> bool:
-        try:
-            return await saving
-        except ServerError as error:
-            log.warning("a response was not stored: %s", error.code)  # a message may contain a key
-            return False
 
 
 class ResponseReply(Reply):
@@ -103,18 +67,19 @@ class ResponseReply(Reply):
         runtime: RuntimeClient,
         request: GenerateRequest,
         body: ResponsesRequest,
+        conversation: Conversation,
         response: ResponseObject,
-        items: ReplyItems,
-        storage: ResponseStorage,
         *,
-        others: Sequence[RuntimeClient],
         headers: Mapping[str, str],
     ) -> None:
+        others = models_of(http).others(runtime)
         super().__init__(http, runtime, [request], others=others, headers=headers)
+        self.conversation = conversation
         self._body = body
         self._response = response
-        self._items = items
-        self._storage = storage
+        self._items = ReplyItems(
+            response.number, conversation.toolbox, seals_reasoning=body.seals_reasoning
+        )
         self._open_responses: OpenResponses = getattr(http.state, OPEN_RESPONSES)
         self._key = request.salt, response.id
         self._numbers = count()
@@ -140,10 +105,6 @@ class ResponseReply(Reply):
         return self._cancelled or self._ended or begun
 
     @property
-    def input_lines(self) -> Lines:
-        return self._storage.conversation.lines
-
-    @property
     def _is_over(self) -> bool:
         return self._has_failed or bool(self.finished)
 
@@ -152,7 +113,7 @@ class ResponseReply(Reply):
         if self._is_over:
             raise BadRequest("The response has just ended.", param="response_id")
         if self._cancelled is None:
-            await self._storage.save(self._abandon())
+            await self._save(self._abandon())
         assert self._cancelled is not None
         return self._cancelled
 
@@ -171,6 +132,29 @@ class ResponseReply(Reply):
         self._turns.abandon()
         return self._cancelled
 
+    async def _save(self, response: dict[str, Any]) -> None:
+        """Store the response, with the items that it answers, and add both to its conversation.
+
+        If that fails, the response says so and is sent anyway.
+        """
+        conversation, in_memory = self.conversation, dict[str, Any]()
+        if response["conversation"] is not None:
+            lines = (*conversation.own_lines, *as_lines(response["output"]))
+            store = ConversationStore(self._http, refuses=False)
+            added = await _tried(store.append(response["conversation"]["id"], lines))
+            if added is None:
+                response["conversation"] = None
+            else:
+                in_memory |= added.durability
+        if self._body.is_stored:
+            saving = DocumentClient(self._http).save(
+                self._runtime, response["id"], conversation.lines, response, ttl_s=STORED_S
+            )
+            saved = await _tried(saving)
+            response["store"] = saved is not None and saved.kept
+            in_memory |= durability(saved) if saved and saved.kept else {}
+        response.update(in_memory)  # last, because it is about this request only
+
     # -- formatting ----------------------------------------------------------------------------
 
     def add(self, index: int, part: Part) -> None:
@@ -181,20 +165,20 @@ class ResponseReply(Reply):
 
     def begin(self) -> bytes:
         response = self._response.begun()
-        return b"".join(self._lifecycle(state, response) for state in ("created", "in_progress"))
+        return self._lifecycle("created", response) + self._lifecycle("in_progress", response)
 
     def chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
             case Delta(_, part):
                 self._has_output = True
-                return [self._numbered(each) for each in self._items.add(part)]
+                return self._numbered(self._items.add(part))
             case Finished():
-                return [self._numbered(each) for each in self._items.close(_status(event))]
+                return self._numbered(self._items.close(_status(event)))
         return []
 
     async def end(self) -> bytes:
         if self._cancelled is not None:
-            chunks = [self._numbered(each) for each in self._last_events]
+            chunks = self._numbered(self._last_events)
             return b"".join([*chunks, self._lifecycle("incomplete", self._cancelled)])
         response = await self._end()
         return self._lifecycle(response["status"], response)
@@ -214,11 +198,13 @@ class ResponseReply(Reply):
         return error.code == ContextTooLong.code
 
     def _lifecycle(self, state: str, response: dict[str, Any]) -> bytes:
-        return self._numbered({"type": f"response.{state}", "response": response})
+        [chunk] = self._numbered([{"type": f"response.{state}", "response": response}])
+        return chunk
 
-    def _numbered(self, event: dict[str, Any]) -> bytes:
-        event["sequence_number"] = next(self._numbers)
-        return sse_event(event["type"], event)
+    def _numbered(self, events: list[dict[str, Any]]) -> list[bytes]:
+        for event in events:
+            event["sequence_number"] = next(self._numbers)
+        return [sse_event(event["type"], event) for event in events]
 
     async def _end(self) -> dict[str, Any]:
         [finished] = self.finished
@@ -232,13 +218,21 @@ class ResponseReply(Reply):
             compared = diagnostics(finished.prompt_tokens, finished.cache)
             fields["prompt_cache_diagnostics"] = compared
         response = self._response.ended(_status(finished), self._items.items, **fields)
-        await self._storage.save(response)
+        await self._save(response)
         self._ended = response
         return response
 
 
 #: The responses that are being computed, by tenant and id.
 OpenResponses = dict[tuple[bytes, str], ResponseReply]
+
+
+async def _tried(saving: Awaitable[T]) -> T | None:
+    try:
+        return await saving
+    except ServerError as error:
+        log.warning("a response was not stored: %s", error.code)  # a message may contain a key
+        return None
 
 
 def _status(finished: Finished) -> str:

@@ -9,13 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from rekindle.api.base.fields import MAX_ITEMS, TextBudget
-from rekindle.api.base.messages import (
-    Message,
-    ToolCall,
-    plain_message,
-    reply_message,
-    tool_call,
-)
+from rekindle.api.base.messages import Message, ToolCall, plain_message, reply_message, tool_call
 from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_default, retention
 from rekindle.api.base.signature import signed_text
 from rekindle.api.responses.items import (
@@ -28,7 +22,6 @@ from rekindle.api.responses.items import (
     UnservedItem,
     for_template,
     identified,
-    is_marked,
     text_of,
 )
 from rekindle.api.responses.response import LIFETIMES_S
@@ -61,66 +54,54 @@ class _Reply:
         self.texts: list[str] = []
         self.calls: list[ToolCall] = []
 
-    def message(self) -> Message:
-        return reply_message("".join(self.texts), "".join(self.reasoning), self.calls)
+    def messages(self) -> list[Message]:
+        """The message, unless there is no item in it."""
+        if not (self.reasoning or self.texts or self.calls):
+            return []
+        return [reply_message("".join(self.texts), "".join(self.reasoning), self.calls)]
+
+    def ends_before(self, item: Any) -> bool:
+        match item:
+            case ReasoningItem():
+                return bool(self.texts or self.calls)
+            case MessageItem(role="assistant"):
+                return bool(self.texts) and not self.calls
+        return isinstance(item, MessageItem | CallOutput)  # not a call, nor an ignored item
 
 
 class _Rendering:
     def __init__(self, toolbox: Toolbox) -> None:
         self._toolbox = toolbox
         self._budget = TextBudget(param="input")
-        self._reply: _Reply | None = None
 
     def messages(self, items: Sequence[Any]) -> Iterator[Message]:
+        reply = _Reply()
         for item in items:
-            yield from self._ended_before(item)
+            if reply.ends_before(item):
+                yield from reply.messages()
+                reply = _Reply()
             match item:
                 case ReasoningItem():
-                    self._open().reasoning.append(self._reasoning(item))
+                    reply.reasoning.append(self._reasoning(item))
                 case MessageItem(role="assistant"):
-                    self._open().texts.append(text_of(item.content))
+                    reply.texts.append(text_of(item.content))
                 case FunctionCall():
-                    self._open().calls.append(self._call(item, item.arguments))
+                    reply.calls.append(self._call(item, item.arguments))
                 case CustomToolCall():
                     arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
-                    self._open().calls.append(self._call(item, arguments))
+                    reply.calls.append(self._call(item, arguments))
                 case MessageItem():
                     yield plain_message(item.role, content=for_template(item.content))
                 case CallOutput():
                     content = for_template(item.output)
                     yield plain_message("tool", content=content, tool_call_id=item.call_id)
-        yield from self._closed()
-
-    def _open(self) -> _Reply:
-        self._reply = self._reply or _Reply()
-        return self._reply
-
-    def _closed(self) -> Iterator[Message]:
-        if self._reply is not None:
-            yield self._reply.message()
-            self._reply = None
-
-    def _ended_before(self, item: Any) -> Iterator[Message]:
-        """End the open reply, unless this item belongs to it."""
-        reply = self._reply or _Reply()
-        match item:
-            case ReasoningItem():
-                is_over = bool(reply.texts or reply.calls)
-            case MessageItem(role="assistant"):
-                is_over = bool(reply.texts) and not reply.calls
-            case MessageItem() | CallOutput():
-                is_over = True
-            case _:  # a call, or an ignored item
-                is_over = False
-        return self._closed() if is_over else iter(())
+        yield from reply.messages()
 
     def _reasoning(self, item: ReasoningItem) -> str:
         """Reasoning that a model here wrote. What other providers packed cannot be read."""
         if item.content:
             return self._budget.take(text_of(item.content))
-        if not item.encrypted_content:
-            return ""
-        return signed_text("", item.encrypted_content, self._budget) or ""
+        return signed_text("", item.encrypted_content or "", self._budget) or ""
 
     def _call(self, item: FunctionCall | CustomToolCall, arguments: str) -> ToolCall:
         name = self._toolbox.resolve(item.name, item.namespace)
@@ -145,7 +126,7 @@ class Conversation:
         cls, body: PromptFields, history: Lines = (), references: Mapping[str, Any] | None = None
     ) -> Conversation:
         """`references` are the stored items that the request refers to, by id."""
-        toolbox, sent = Toolbox.of(body.tools), _sent(body, is_first=not history)
+        toolbox, sent = Toolbox(body.tools), _sent(body, is_first=not history)
         own = [_resolved(item, references or {}) for item in sent]
         ignored = [item.type for item in own if isinstance(item, UnservedItem)]
         own = [item for item in own if not isinstance(item, UnservedItem)]
@@ -165,7 +146,7 @@ class Conversation:
             lines=(*history, *own_lines),
             own_lines=own_lines,
             ignored_items=ignored,
-            is_marked=_marked(own),
+            is_marked=any(map(_is_marked, own)),
         )
 
     @property
@@ -200,19 +181,16 @@ def _resolved(item: Any, references: Mapping[str, Any]) -> Any:
     found = references.get(item.id)
     if found is None:
         raise BadRequest(
-            f"No item {item.id[:128]!r} is stored here: send the item itself.",
-            param="input",
+            f"No item {item.id[:128]!r} is stored here: send the item itself.", param="input"
         )
     return found
 
 
-def _marked(items: Sequence[Any]) -> bool:
-    contents = (
-        item.content if isinstance(item, MessageItem) else item.output
-        for item in items
-        if isinstance(item, MessageItem | CallOutput)
-    )
-    return any(map(is_marked, contents))
+def _is_marked(item: Any) -> bool:
+    match item:
+        case MessageItem(content=list(parts)) | CallOutput(output=list(parts)):
+            return any(part.prompt_cache_breakpoint for part in parts)
+    return False
 
 
 def generate_request(
@@ -227,7 +205,9 @@ def generate_request(
     selection.check_format(body.structure, "text")
     return builder.build(
         **_prompt_fields(body, conversation, chat, config),
-        tool_use=selection.tool_use(parallel=body.parallel_tool_calls is not False),
+        tool_use=selection.tool_use(
+            parallel=body.parallel_tool_calls is not False, max_calls=body.max_tool_calls
+        ),
         structured_output=body.structure,
         prepare=Prepare(ttl_s=names.ttl_s) if body.prewarms else None,
         sampling=body.sampling_params(config, body.logprobs),

@@ -5,34 +5,28 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
+from rekindle.api.base.request import or_default
 from rekindle.api.responses.errors import ResponseNotFound, field_of
 from rekindle.api.responses.items import ID_BYTES, ItemReference, stored_items
-from rekindle.api.responses.schema import ResponsesRequest
+from rekindle.api.responses.schema import Lifetime, ResponsesRequest
 from rekindle.api.responses.stored import DocumentClient
 from rekindle.config import Config
 from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.protocol.events import Finished
 
-PREFIX = "resp_"
 MAX_REFERENCED = 64  # responses whose items one request may refer to
 
-Lifetime = Literal["30m", "12h"]
 LIFETIMES_S: dict[Lifetime, float] = {"30m": 1800.0, "12h": 43_200.0}
-
-
-def new_number() -> str:
-    """A random number for the ids of a response and of its items."""
-    return secrets.token_hex(ID_BYTES)
 
 
 class ResponseObject:
     """Describes one response in each of its states."""
 
-    def __init__(self, body: ResponsesRequest, number: str, model: str, config: Config) -> None:
-        self.number = number
-        self.id = f"{PREFIX}{number}"
+    def __init__(self, body: ResponsesRequest, model: str, config: Config) -> None:
+        self.number = secrets.token_hex(ID_BYTES)  # in its id and in those of its items
+        self.id = f"{ResponseNotFound.prefix}{self.number}"
         self._fields: dict[str, Any] = {
             "id": self.id,
             "object": "response",
@@ -74,17 +68,18 @@ def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
         "previous_response_id": body.previous_response_id,
         "conversation": {"id": body.conversation_id} if body.conversation_id else None,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": body.reasoning.model_dump() if body.reasoning else None,
         "service_tier": "default",
         "store": body.is_stored,
-        "temperature": config.temperature if body.temperature is None else body.temperature,
+        "temperature": or_default(body.temperature, config.temperature),
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": _dumped(body.tool_choice) or "auto",
         "tools": [_dumped(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": config.top_p if body.top_p is None else body.top_p,
+        "top_p": or_default(body.top_p, config.top_p),
         "truncation": body.truncation or "disabled",
         "user": body.user,
         "safety_identifier": body.safety_identifier,
@@ -110,8 +105,9 @@ def usage(turn: Finished, lifetime: Lifetime | None) -> dict[str, Any]:
     written = turn.prompt_tokens - reused if turn.cache.cached_tokens else 0
     details: dict[str, Any] = {"cached_tokens": reused, "cache_write_tokens": written}
     if lifetime is not None:
+        pinned = 0 if turn.cache.pin_refused else written
         details["cache_write_tokens_details"] = {
-            f"ttl_{each}_tokens": written if each == lifetime else 0 for each in LIFETIMES_S
+            f"ttl_{each}_tokens": pinned if each == lifetime else 0 for each in LIFETIMES_S
         }
     return {
         "input_tokens": turn.prompt_tokens,
@@ -137,15 +133,15 @@ async def referenced(items: Sequence[Any], documents: DocumentClient) -> dict[st
             "send the items themselves, or `previous_response_id`.",
             param="input",
         )
-    outputs = [await _output(f"{PREFIX}{number}", documents) for number in numbers]
+    outputs = [await _output(f"{ResponseNotFound.prefix}{number}", documents) for number in numbers]
     known = [item for output in outputs for item in output if item["id"] in wanted]
     return {item.id: item for item in stored_items.validate_python(known)}
 
 
 async def _output(key: str, documents: DocumentClient) -> list[dict[str, Any]]:
     try:
-        stored = await documents.load(key, ResponseNotFound(key))
+        async with documents.loaded(key, ResponseNotFound) as stored:
+            output: list[dict[str, Any]] = stored.object["output"]
+            return output
     except NotFound:
         return []
-    output: list[dict[str, Any]] = stored.object["output"]
-    return output

@@ -8,34 +8,27 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.admin import AdminClient, durability
+from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
 from rekindle.api.base.request import RequestBuilder, render_chat
-from rekindle.api.responses.conversations import ConversationStore
 from rekindle.api.responses.errors import (
+    ConversationNotFound,
     PreviousResponseNotFound,
     ResponseIsEnding,
     ResponseNotFound,
 )
-from rekindle.api.responses.output import ReplyItems
-from rekindle.api.responses.reply import (
-    OPEN_RESPONSES,
-    OpenResponses,
-    ResponseReply,
-    ResponseStorage,
-)
+from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses, ResponseReply
 from rekindle.api.responses.request import Conversation, count_request, generate_request, names_of
-from rekindle.api.responses.response import PREFIX, ResponseObject, new_number, referenced
+from rekindle.api.responses.response import ResponseObject, referenced
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
 from rekindle.api.responses.stored import (
-    After,
     DocumentClient,
-    Limit,
     Lines,
-    Order,
+    PageQuery,
     Stored,
-    page_of,
+    list_page,
     size_bytes,
 )
 from rekindle.api.responses.truncation import fitted
@@ -64,21 +57,11 @@ async def create_response(
     chat = await render_chat(
         request, runtime, conversation.messages, stored_bytes=conversation.size_bytes
     )
-    response = ResponseObject(body, new_number(), runtime.name, models.config)
+    response = ResponseObject(body, runtime.name, models.config_of(runtime))
     names = names_of(body, response.id)
-    turn = generate_request(body, conversation, chat, RequestBuilder.of(request), names)
-    stores = DocumentClient(request), ConversationStore(request)
-    reply = ResponseReply(
-        request,
-        runtime,
-        turn,
-        body,
-        response,
-        ReplyItems(response.number, conversation.toolbox, seals_reasoning=body.seals_reasoning),
-        ResponseStorage(runtime, conversation, *stores, is_stored=body.is_stored),
-        others=models.others(runtime),
-        headers=_headers(conversation),
-    )
+    turn = generate_request(body, conversation, chat, RequestBuilder.of(request, runtime), names)
+    headers = _headers(body, conversation)
+    reply = ResponseReply(request, runtime, turn, body, conversation, response, headers=headers)
     return await reply.respond(stream=bool(body.stream))
 
 
@@ -101,12 +84,10 @@ async def count_input_tokens(
 async def _previous(request: Request, body: PromptFields) -> Stored | None:
     """The response or conversation that the request continues."""
     if key := body.previous_response_id:
-        missing = PreviousResponseNotFound(key)
-        if not key.startswith(PREFIX):  # other entries are not responses
-            raise missing
-        return await DocumentClient(request).load(key, missing)
-    key = body.conversation_id
-    return await ConversationStore(request).load(key) if key else None
+        return await DocumentClient(request).load(key, PreviousResponseNotFound)
+    if key := body.conversation_id:
+        return await DocumentClient(request).load(key, ConversationNotFound)
+    return None
 
 
 async def _conversation(
@@ -116,17 +97,18 @@ async def _conversation(
     history: Lines = previous.history if previous else ()
     sent = body.input if isinstance(body.input, list) else []
     references = await referenced(sent, DocumentClient(request))
-    size_bytes = len(await request.body()) + sum(map(len, history))
+    size = len(await request.body()) + size_bytes(history)
     conversation = await run_off_loop_if_large(
-        request, size_bytes, Conversation.of, body, history, references
+        request, size, Conversation.of, body, history, references
     )
     return await fitted(request, runtime, body, conversation, models_of(request).config)
 
 
-def _headers(conversation: Conversation) -> dict[str, str]:
+def _headers(body: ResponsesRequest, conversation: Conversation) -> dict[str, str]:
     toolbox = conversation.toolbox
     return ignored_headers(
         {
+            IGNORED_FIELDS_HEADER: body.ignored_fields,
             IGNORED_TOOLS_HEADER: toolbox.ignored,
             "x-ignored-items": list(dict.fromkeys(conversation.ignored_items)),
             "x-unenforced-grammars": toolbox.unenforced,
@@ -154,29 +136,22 @@ async def retrieve_response(
 async def delete_response(response_id: str, request: Request) -> Response:
     """Delete a response and the state that only it uses. One that is being computed ends."""
     answer = _being_computed(request, response_id)
+    deleted = {"id": response_id, "object": "response", "deleted": True}
     if answer is None or not answer.discard():
         try:
-            await DocumentClient(request).delete(await _stored(request, response_id))
+            removed = await DocumentClient(request).delete(await _stored(request, response_id))
         except NotFound:
             raise ResponseIsEnding if answer else ResponseNotFound(response_id) from None
-    return JsonResponse({"id": response_id, "object": "response", "deleted": True})
+        deleted |= durability(removed)
+    return JsonResponse(deleted)
 
 
 @router.get(f"{ONE}/input_items")
-async def list_input_items(
-    response_id: str,
-    request: Request,
-    limit: Limit = 20,
-    order: Order = "desc",
-    after: After = None,
-) -> Response:
+async def list_input_items(response_id: str, request: Request, page: PageQuery) -> Response:
     """List the items that a response answered, including those of earlier responses."""
     answer = _being_computed(request, response_id)
-    lines = answer.input_lines if answer else (await _stored(request, response_id)).lines
-    shown = await run_off_loop_if_large(
-        request, size_bytes(lines), page_of, lines, limit=limit, order=order, after=after
-    )
-    return JsonResponse(shown)
+    found = answer.conversation if answer else await _stored(request, response_id)
+    return await list_page(request, found.lines, page)
 
 
 @router.post(f"{ONE}/cancel")
@@ -197,7 +172,4 @@ def _being_computed(request: Request, key: str) -> ResponseReply | None:
 
 
 async def _stored(request: Request, key: str) -> Stored:
-    missing = ResponseNotFound(key)
-    if not key.startswith(PREFIX):  # other entries are not responses
-        raise missing
-    return await DocumentClient(request).load(key, missing)
+    return await DocumentClient(request).load(key, ResponseNotFound)

@@ -1,14 +1,12 @@
-"""Validates Responses requests. Unknown fields are ignored."""
+"""Validates Responses requests. Unknown fields are dropped."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     ValidatorFunctionWrapHandler,
@@ -28,32 +26,47 @@ from rekindle.api.base.fields import (
     limit_depth,
     takes,
 )
+from rekindle.api.base.known_fields import FieldTable, Ignored, KnownFields, Refused
 from rekindle.api.base.sampling import CommonSampling, Seed
 from rekindle.api.base.tools import ToolSelection
 from rekindle.api.responses.items import InputItems
-from rekindle.api.responses.tools import MAX_TOOLS, Toolbox, Tools
-from rekindle.errors import BadRequest, Unsupported
+from rekindle.api.responses.tools import MAX_TOOLS, Form, Toolbox, Tools
+from rekindle.errors import BadRequest
 from rekindle.protocol.requests import StructuredOutput
 
 FORMAT = "text.format"
-# Fields that would change the answer and are not supported. They are refused.
-NOT_SERVED = {
-    "background": "responses are not computed in the background: remove, or stream, with",
-    "prompt": "there are no stored prompts: send `instructions` and `input` instead of",
-    "moderation": "moderation is not supported: remove",
-    "context_management": "conversations are not compacted: send less, or remove",
+EMPTY: tuple[Any, ...] = (False, [], {})
+FIELD_TABLE: FieldTable = {
+    "background": Refused(
+        "responses are not computed in the background: remove, or stream, with", EMPTY
+    ),
+    "prompt": Refused(
+        "there are no stored prompts: send `instructions` and `input` instead of", EMPTY
+    ),
+    "moderation": Refused("moderation is not supported: remove", EMPTY),
+    "context_management": Refused("conversations are not compacted: send less, or remove", EMPTY),
+    "service_tier": Ignored("there is one tier"),
+    "stream_options.include_obfuscation": Ignored("events are not padded", (False,)),
+    "text.verbosity": Ignored("templates have no such setting", ("medium",)),
+    "reasoning.summary": Ignored("reasoning is returned as it is"),
+    "reasoning.generate_summary": Ignored("reasoning is returned as it is"),
 }
-HARMLESS: tuple[Any, ...] = (None, False, [], {})
+#: Values of `include` that add something to a response. The others are ignored.
+INCLUDED = ("reasoning.encrypted_content", "message.output_text.logprobs")
+Lifetime = Literal["30m", "12h"]  # of cached state
 
 
-class _ToolChoiceForm(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+def _one_tool(kind: str) -> str:
+    """Refuse the type of `AllowedTools`. A wrong one would otherwise pass for a hosted tool."""
+    if kind == "allowed_tools":
+        raise ValueError("is not the type of a tool")
+    return kind
 
 
-class NamedTool(_ToolChoiceForm):
+class NamedTool(Form):
     """One tool. If its type is neither `function` nor `custom`, it runs on OpenAI's servers."""
 
-    type: str = Field(max_length=128)
+    type: Annotated[str, Field(max_length=128), AfterValidator(_one_tool)]
     name: str | None = None
     namespace: str | None = None
 
@@ -62,7 +75,7 @@ class NamedTool(_ToolChoiceForm):
         return self.type in ("function", "custom")
 
 
-class AllowedTools(_ToolChoiceForm):
+class AllowedTools(Form):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
@@ -131,16 +144,10 @@ class TextConfig(StrictModel):
     format: TextFormat | None = None
     verbosity: str | None = Field(None, max_length=32)
 
-    @property
-    def structure(self) -> StructuredOutput | None:
-        if self.format is None or self.format.type == "text":
-            return None
-        return StructuredOutput(schema=self.format.schema_, param=FORMAT)
-
 
 class PromptCacheOptions(StrictModel):
     mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Literal["30m", "12h"] | None = None
+    ttl: Lifetime | None = None
     prewarm: bool = False
     comparison_response_id: Id | None = None
 
@@ -224,25 +231,26 @@ class PromptFields(StrictModel):
 
     @property
     def structure(self) -> StructuredOutput | None:
-        return self.text.structure if self.text else None
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens that must fit into the context after the prompt."""
-        return 1
+        form = self.text.format if self.text else None
+        if form is None or form.type == "text":
+            return None
+        return StructuredOutput(schema=form.schema_, param=FORMAT)
 
 
 class InputTokensRequest(PromptFields):
     """POST /v1/responses/input_tokens."""
 
 
-class ResponsesRequest(PromptFields, CommonSampling):
+class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
     """POST /v1/responses."""
+
+    field_table: ClassVar[FieldTable] = FIELD_TABLE
 
     stream: bool | None = None
     store: bool | None = Field(None, description="Whether to store the response; true by default")
     include: Annotated[list[str], Field(max_length=32)] | None = None
     max_output_tokens: Count | None = None
+    max_tool_calls: Count | None = Field(None, description="Further calls are left out")
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     seed: Seed | None = None
     metadata: Metadata | None = None
@@ -255,17 +263,10 @@ class ResponsesRequest(PromptFields, CommonSampling):
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unserved_fields(cls, data: Any) -> Any:
-        for name, instead in NOT_SERVED.items() if isinstance(data, dict) else ():
-            if data.get(name) not in HARMLESS:
-                raise Unsupported(f"{instead} `{name}`", param=name)
-        return data
-
     @property
-    def reserved_tokens(self) -> int:
-        return self.max_output_tokens or 1
+    def ignored_fields(self) -> list[str]:
+        other = (each for each in self.include or () if each not in INCLUDED)
+        return [*super().ignored_fields, *(f"include.{each}" for each in other)]
 
     @property
     def is_stored(self) -> bool:
@@ -278,10 +279,10 @@ class ResponsesRequest(PromptFields, CommonSampling):
     @property
     def seals_reasoning(self) -> bool:
         """Whether reasoning comes packed, so that the client can send it back."""
-        return "reasoning.encrypted_content" in (self.include or ())
+        return INCLUDED[0] in (self.include or ())
 
     @property
     def logprobs(self) -> int | None:
         """Number of alternatives for each token, or None for no log probabilities."""
-        wanted = "message.output_text.logprobs" in (self.include or ()) or self.top_logprobs
+        wanted = INCLUDED[1] in (self.include or ()) or self.top_logprobs
         return (self.top_logprobs or 0) if wanted else None

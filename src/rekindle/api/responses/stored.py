@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from weakref import WeakValueDictionary
 
 import orjson
 from fastapi import Query
+from pydantic import BaseModel, Field
 from starlette.requests import Request
+from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import MAX_ID_CHARACTERS
 from rekindle.api.base.models import models_of
+from rekindle.api.responses.errors import ItemNotFound, UnknownId
 from rekindle.api.responses.items import new_id, stored_items
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError
 from rekindle.http.auth import caller_of
+from rekindle.http.body import body_of, run_off_loop_if_large
+from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import (
     DeleteEntry,
     Document,
@@ -37,10 +42,32 @@ MAX_DOCUMENT_BYTES = 32 << 20
 # Documents that a tenant transfers concurrently. Others wait, because a runtime refuses more than
 # four times as many admin requests.
 MAX_CONCURRENT = 16
+MAX_CONCURRENT_LOADS = 4  # each takes memory in both processes before its size is known
 DOCUMENT_SLOTS = "document_slots"  # key in the application's state
+SAVE_TIMEOUT_S = 10.0  # for a runtime to confirm a document
 
 Lines = tuple[bytes, ...]
-DocumentSlots = WeakValueDictionary[bytes, asyncio.Semaphore]  # by tenant
+
+
+class TenantSlots:
+    """Limits the documents that one tenant transfers concurrently."""
+
+    def __init__(self) -> None:
+        self.all = asyncio.Semaphore(MAX_CONCURRENT)
+        self.loads = asyncio.Semaphore(MAX_CONCURRENT_LOADS)
+
+
+DocumentSlots = WeakValueDictionary[bytes, TenantSlots]  # by tenant
+
+
+class NotStored(ServerError):
+    status, kind, code = 503, "server_error", "not_stored"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"The model's process did not confirm within {SAVE_TIMEOUT_S:g} seconds that this was "
+            "stored. It may be busy or stopped, or its disk may hang: try again later."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +79,16 @@ class Stored:
     lines: Lines  # its items, as JSON
     object: dict[str, Any]
 
-    @classmethod
-    def parse(cls, runtime: RuntimeClient, document: Document) -> Stored:
-        *lines, last = document.content.split(b"\n")
-        return cls(document.key, runtime, tuple(lines), orjson.loads(last))
+    @property
+    def memory_bytes(self) -> int:
+        """Estimate the memory of the document: its lines, and the items that are parsed from
+        them."""
+        return 2 * size_bytes(self.lines)
 
     @property
     def history(self) -> Lines:
         """All items, including the output of a response."""
         return (*self.lines, *as_lines(self.object.get("output", ())))
-
-    @property
-    def size_bytes(self) -> int:
-        return size_bytes(self.lines)
 
 
 def size_bytes(lines: Lines) -> int:
@@ -84,14 +108,14 @@ def with_new_ids(before: Lines, added: Lines) -> Lines:
     )
 
 
-def place_of(item_id: str, lines: Sequence[bytes]) -> int | None:
+def place_of(item_id: str, lines: Lines) -> int:
     """Find the line of an item. Only lines that contain its id are parsed."""
-    try:
+    with contextlib.suppress(orjson.JSONEncodeError):  # a lone surrogate, which no id has
         written = orjson.dumps(item_id)
-    except orjson.JSONEncodeError:  # a lone surrogate, which no id has
-        return None
-    may_be = (place for place, line in enumerate(lines) if written in line)
-    return next((place for place in may_be if orjson.loads(lines[place])["id"] == item_id), None)
+        for place, line in enumerate(lines):
+            if written in line and orjson.loads(line)["id"] == item_id:
+                return place
+    raise ItemNotFound(item_id)
 
 
 def parsed(lines: Sequence[bytes]) -> list[Any]:
@@ -99,23 +123,45 @@ def parsed(lines: Sequence[bytes]) -> list[Any]:
 
 
 class DocumentClient:
-    """Loads and stores the documents of one caller."""
+    """Loads and stores the documents of one caller. What it loads counts as memory in flight."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, refuses: bool = True) -> None:
+        """`refuses=False` never refuses to load for lack of memory, to finish an answer."""
         slots: DocumentSlots = getattr(request.state, DOCUMENT_SLOTS)
         tenant = caller_of(request).salt
-        self._slots = slots.setdefault(tenant, asyncio.Semaphore(MAX_CONCURRENT))
+        self._slots = slots.setdefault(tenant, TenantSlots())
         self._admin = AdminClient.of_tenant(request)
         self._runtimes = models_of(request).runtimes
+        self._body = body_of(request)
+        self._refuses = refuses
 
-    async def load(self, key: str, missing: ServerError) -> Stored:
-        """Raises `missing` if no runtime has the document."""
+    async def load(self, key: str, missing: type[UnknownId]) -> Stored:
+        """Load a document for as long as the request lasts.
+
+        Raises `missing` if no runtime has the document, or if the key is of another kind.
+        """
+        stored = await self._load(key, missing)
+        self._body.hold(stored.memory_bytes)
+        return stored
+
+    @contextlib.asynccontextmanager
+    async def loaded(self, key: str, missing: type[UnknownId]) -> AsyncIterator[Stored]:
+        """Load a document until the block ends. Raises like `load`."""
+        stored = await self._load(key, missing)
+        with self._body.holding(stored.memory_bytes, refuses=self._refuses):
+            yield stored
+
+    async def _load(self, key: str, missing: type[UnknownId]) -> Stored:
+        if not key.startswith(missing.prefix):
+            raise missing(key)
         try:
-            async with self._slots:
+            async with self._slots.loads, self._slots.all:
                 found = await self._admin.find(self._runtimes, GetDocument(key), Document)
         except ServerError as error:
-            raise missing if error.code == CacheKeyNotFound.code else error from None
-        return Stored.parse(*found)
+            raise missing(key) if error.code == CacheKeyNotFound.code else error from None
+        runtime, document = found
+        *lines, last = document.content.split(b"\n")
+        return Stored(document.key, runtime, tuple(lines), orjson.loads(last))
 
     async def save(
         self,
@@ -125,46 +171,59 @@ class DocumentClient:
         object_: dict[str, Any],
         *,
         ttl_s: float | None = None,
-    ) -> bool:
-        """Store a document. Returns False if there is no room for it.
+    ) -> DocumentStored:
+        """Store a document, and report what the runtime has confirmed.
 
-        After two seconds this stops waiting for the disk. The document is in memory by then.
+        Raises NotStored if the runtime does not answer. It may still store the document later.
         """
         content = b"\n".join((*lines, orjson.dumps(object_)))
         if len(content) > MAX_DOCUMENT_BYTES:
-            return False
+            return DocumentStored(kept=False, durable=False)
         op = StoreDocument(key=key, content=content, ttl_s=ttl_s)
-        async with self._slots:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(2.0):
-                    return (await self._admin.request(runtime, op, DocumentStored)).kept
-        return True
+        async with self._slots.all:
+            try:
+                async with asyncio.timeout(SAVE_TIMEOUT_S):
+                    return await self._admin.request(runtime, op, DocumentStored)
+            except TimeoutError:
+                raise NotStored from None
 
-    async def delete(self, stored: Stored) -> None:
+    async def delete(self, stored: Stored) -> Removed:
         """Delete a document durably, with the state that only it uses."""
-        async with self._slots:
-            await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)
+        async with self._slots.all:
+            return await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)
 
 
-Limit = Annotated[int, Query(ge=1, le=100)]
-Order = Annotated[Literal["asc", "desc"], Query(description="desc: newest first")]
-After = Annotated[
-    str | None,
-    Query(max_length=MAX_ID_CHARACTERS, description="The id of the last item of the previous page"),
-]
+class Page(BaseModel):
+    """The query of a request for a list of items."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = Field("desc", description="desc: newest first")
+    after: str | None = Field(
+        None,
+        max_length=MAX_ID_CHARACTERS,
+        description="The id of the last item of the previous page",
+    )
+
+
+PageQuery = Annotated[Page, Query()]
+
+
+async def list_page(request: Request, lines: Lines, page: Page) -> Response:
+    size = size_bytes(lines)
+    shown = await run_off_loop_if_large(request, size, page_of, lines, **page.model_dump())
+    return JsonResponse(shown)
 
 
 def page_of(lines: Lines, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
     ordered = [orjson.loads(line) for line in (lines if order == "asc" else reversed(lines))]
     start = 0
     if after is not None:
-        places = (place for place, item in enumerate(ordered) if item.get("id") == after)
-        found = next(places, None)
-        if found is None:
+        ids = [item.get("id") for item in ordered]
+        if after not in ids:
             raise BadRequest(
                 f"`after` takes the id of an item of this list, not {after[:128]!r}.", param="after"
             )
-        start = found + 1
+        start = ids.index(after) + 1
     shown = ordered[start : start + limit]
     return {
         "object": "list",

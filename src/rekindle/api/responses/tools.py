@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -32,11 +32,13 @@ SEPARATOR = "__"  # between a namespace and a name
 INPUT = "input"  # the only argument of a custom tool
 
 
-class _Form(BaseModel):
+class Form(BaseModel):
+    """Passes unknown fields on, because the response shows them."""
+
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class FunctionTool(_Form):
+class FunctionTool(Form):
     type: Literal["function"]
     name: ToolName
     description: str | None = None
@@ -45,20 +47,21 @@ class FunctionTool(_Form):
 
     def described(self) -> dict[str, Any]:
         """What templates read, without the name."""
-        described: dict[str, Any] = {"description": self.description} if self.description else {}
-        described["parameters"] = self.parameters
-        if self.strict is not None:
-            described["strict"] = self.strict
+        described = {
+            "description": self.description or None,
+            "parameters": self.parameters,
+            "strict": self.strict,
+        }
         return {key: value for key, value in described.items() if value is not None}
 
 
-class InputFormat(_Form):
+class InputFormat(Form):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = Field(None, max_length=MAX_GRAMMAR_CHARACTERS)
 
 
-class CustomTool(_Form):
+class CustomTool(Form):
     type: Literal["custom"]
     name: ToolName
     description: str | None = None
@@ -77,8 +80,11 @@ class CustomTool(_Form):
 
     def described(self) -> dict[str, Any]:
         text: dict[str, Any] = {"type": "string"}
-        described: dict[str, Any] = {"description": self._description()}
-        if self.grammar is not None and self.is_enforced:
+        described: dict[str, Any] = {"description": self.description or ""}
+        if not self.is_enforced:
+            rule = f"Its {INPUT} follows this Lark grammar:\n{self.grammar}"
+            described["description"] = "\n\n".join(filter(None, [self.description, rule]))
+        elif self.grammar is not None:
             text["pattern"] = f"^(?:{self.grammar})$"
             described["strict"] = True
         described["parameters"] = {
@@ -88,12 +94,6 @@ class CustomTool(_Form):
             "additionalProperties": False,
         }
         return described
-
-    def _description(self) -> str:
-        rule = ""
-        if self.grammar is not None and not self.is_enforced:
-            rule = f"Its {INPUT} follows this Lark grammar:\n{self.grammar}"
-        return "\n\n".join(filter(None, [self.description, rule]))
 
 
 def _kind(tool: Any) -> str | None:
@@ -106,14 +106,14 @@ def _kind(tool: Any) -> str | None:
 InnerTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
-class NamespaceTool(_Form):
+class NamespaceTool(Form):
     type: Literal["namespace"]
     name: ToolName
     description: str | None = None
     tools: Annotated[list[InnerTool], Field(fail_fast=True)]
 
 
-class HostedTool(_Form):
+class HostedTool(Form):
     """A tool that runs on OpenAI's servers. It is ignored."""
 
     type: str = Field(max_length=128)
@@ -163,70 +163,61 @@ Tools = Annotated[
 class OfferedTool:
     tool: FunctionTool | CustomTool
     namespace: str | None = None
+    introduction: str | None = None  # of the namespace, in its first tool
 
     @property
     def is_custom(self) -> bool:
         return isinstance(self.tool, CustomTool)
 
-    @property
-    def full_name(self) -> str:
-        """The name that the model uses."""
-        return full_name(self.tool.name, self.namespace)
+    def described(self) -> dict[str, Any]:
+        described = self.tool.described()
+        if self.introduction:
+            texts = [self.introduction, described.get("description")]
+            described["description"] = "\n\n".join(filter(None, texts))
+        return described
 
 
 def full_name(name: str, namespace: str | None) -> str:
+    """The name that the model uses."""
     if not namespace:
         return name
     return namespace + ("" if namespace.endswith(SEPARATOR) else SEPARATOR) + name
 
 
-@dataclass(frozen=True, slots=True)
 class Toolbox:
-    offered: dict[str, OfferedTool] = field(default_factory=dict)  # by full name
-    ignored: list[str] = field(default_factory=list)  # types of tools of OpenAI's servers
-    unenforced: list[str] = field(default_factory=list)  # custom tools, by full name
-    _introductions: dict[str, str] = field(default_factory=dict)  # of namespaces, by first tool
-    _within: dict[str, list[str]] = field(default_factory=dict)  # full names, by short name
-
-    @classmethod
-    def of(cls, tools: Sequence[Any] | None) -> Toolbox:
-        box = cls()
+    def __init__(self, tools: Sequence[Any] | None) -> None:
+        self.offered: dict[str, OfferedTool] = {}  # by full name
+        self.ignored: list[str] = []  # types of tools that run on OpenAI's servers
+        self._within: dict[str, list[str]] = {}  # full names, by short name
         for tool in tools or ():
             if isinstance(tool, HostedTool):
-                box.ignored.append(tool.type)
-                continue
-            for each in _offered(tool):
-                box._add(each, tool)
-        return box
+                self.ignored.append(tool.type)
+            else:
+                self._add(tool)
 
-    def _add(self, each: OfferedTool, sent: Any) -> None:
-        name = each.full_name
-        if name in self.offered:
-            raise BadRequest(f"`tools` has more than one called {name!r}.", param="tools")
-        self.offered[name] = each
-        self._within.setdefault(each.tool.name, []).append(name)
-        if isinstance(each.tool, CustomTool) and not each.tool.is_enforced:
-            self.unenforced.append(name)
-        if isinstance(sent, NamespaceTool) and sent.description and each.tool is sent.tools[0]:
-            self._introductions[name] = f"{sent.name}: {sent.description}"
+    def _add(self, tool: Any) -> None:
+        for each in _offered(tool):
+            name = full_name(each.tool.name, each.namespace)
+            if name in self.offered:
+                raise BadRequest(f"`tools` has more than one called {name!r}.", param="tools")
+            self.offered[name] = each
+            self._within.setdefault(each.tool.name, []).append(name)
+
+    @property
+    def unenforced(self) -> list[str]:
+        """Full names of the custom tools whose grammar is not enforced."""
+        tools = ((name, each.tool) for name, each in self.offered.items())
+        return [
+            name for name, tool in tools if isinstance(tool, CustomTool) and not tool.is_enforced
+        ]
 
     def described(self, selection: ToolSelection) -> list[dict[str, Any]]:
         """The tools that the prompt describes, as templates read them."""
         return [
-            {"type": "function", "function": {"name": name, **self._described(name, each)}}
+            {"type": "function", "function": {"name": name, **each.described()}}
             for name, each in self.offered.items()
             if selection.shows(name)
         ]
-
-    def _described(self, name: str, each: OfferedTool) -> dict[str, Any]:
-        described = each.tool.described()
-        if introduction := self._introductions.get(name):
-            own = described.get("description")
-            described = {
-                **described,
-                "description": "\n\n".join(filter(None, [introduction, own])),
-            }
-        return described
 
     def resolve(self, name: str, namespace: str | None = None) -> str:
         """Find the full name. Clients may leave out the namespace if the name is unique."""
@@ -237,11 +228,14 @@ class Toolbox:
         return within[0] if len(within) == 1 else full
 
 
-def _offered(tool: Any) -> Iterator[OfferedTool]:
-    if isinstance(tool, NamespaceTool):
-        yield from (OfferedTool(inner, tool.name) for inner in tool.tools)
-    else:
-        yield OfferedTool(tool)
+def _offered(tool: Any) -> list[OfferedTool]:
+    if not isinstance(tool, NamespaceTool):
+        return [OfferedTool(tool)]
+    introduction = f"{tool.name}: {tool.description}" if tool.description else None
+    return [
+        OfferedTool(inner, tool.name, None if place else introduction)
+        for place, inner in enumerate(tool.tools)
+    ]
 
 
 _BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')

@@ -20,10 +20,10 @@ from rekindle.api.responses.items import (
     CustomToolCall,
     FunctionCall,
     MessageItem,
-    text_of,
+    TextPart,
 )
 from rekindle.api.responses.request import Conversation, count_request
-from rekindle.api.responses.schema import PromptFields
+from rekindle.api.responses.schema import PromptFields, ResponsesRequest
 from rekindle.config import Config
 from rekindle.errors import ContextTooLong, ServerError
 from rekindle.http.body import run_off_loop_if_large
@@ -45,7 +45,8 @@ async def fitted(
     if body.truncation != "auto":
         return conversation
     limit = runtime.loaded.context_tokens
-    reserved = min(body.reserved_tokens, limit // 2)
+    reply_tokens = body.max_output_tokens if isinstance(body, ResponsesRequest) else None
+    reserved = min(reply_tokens or 1, limit // 2)
     size_bytes = len(await request.body()) + conversation.size_bytes
 
     def question(begin: int) -> Tokenize:
@@ -102,20 +103,13 @@ def _cuts(items: Sequence[Any], *, step: int) -> list[int]:
 
 def _characters(item: Any) -> int:
     match item:
-        case MessageItem():
-            return len(_written(item.content))
-        case CallOutput():
-            return len(_written(item.output))
-        case FunctionCall():
-            return len(item.arguments)
-        case CustomToolCall():
-            return len(item.input)
+        case MessageItem(content=content) | CallOutput(output=content):
+            if isinstance(content, str):
+                return len(content)
+            return sum(len(part.text) for part in content if isinstance(part, TextPart))
+        case FunctionCall(arguments=text) | CustomToolCall(input=text):
+            return len(text)
     return 0
-
-
-def _written(content: Any) -> str:
-    parts = content if isinstance(content, str) else [p for p in content if hasattr(p, "text")]
-    return text_of(parts)
 
 
 def _without_media(message: Message) -> Message:

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
 
+import orjson
 from fastapi import APIRouter
-from pydantic import BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import MAX_ITEMS, NO_LIMIT, FreeObject, StrictModel, Text, Tokens
 from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.request import or_default
 from rekindle.api.base.tools import Tools, described
-from rekindle.config import Config
 from rekindle.errors import BadRequest, Unsupported
-from rekindle.http.body import JsonRoute, run_off_loop
+from rekindle.http.body import JsonRoute, body_of, run_off_loop
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import Detokenize, Detokenized, Tokenize, Tokenized
 from rekindle.protocol.requests import IMAGE
 from rekindle.version import __version__
-from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 props_router = APIRouter(tags=["llama.cpp"])
+
+PART_TOKENS = 8192  # of an answer that is made at a time
+MAX_TEXT_BYTES = 16 << 20  # tokenising takes about 75 bytes of memory for each
+
+
+def _limit_bytes(text: str) -> str:
+    is_short = len(text) * 4 <= MAX_TEXT_BYTES  # a character has up to 4 bytes
+    if not is_short and len(text.encode(errors="replace")) > MAX_TEXT_BYTES:
+        raise ValueError(f"may have at most {MAX_TEXT_BYTES} bytes in UTF-8: send it in parts")
+    return text
+
+
+TextToTokenise = Annotated[Text, AfterValidator(_limit_bytes)]
 
 
 class ConversationBase(StrictModel):
@@ -56,15 +70,12 @@ class ConversationBase(StrictModel):
 class TemplateRequest(ConversationBase):
     messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
 
-    def op(self, *, normalise: bool) -> Tokenize:
-        return self.conversation(self.messages, normalise=normalise)
-
 
 class TokenizeRequest(ConversationBase):
     """Takes one of `content` (llama.cpp), `prompt` (vLLM) and `messages`."""
 
-    content: Text | None = None
-    prompt: Text | None = None
+    content: TextToTokenise | None = None
+    prompt: TextToTokenise | None = None
     messages: Messages | None = Field(None, min_length=1, max_length=MAX_ITEMS)
     add_special: bool | None = Field(
         None, description="Add the model's special tokens; by default only to `prompt`"
@@ -85,21 +96,17 @@ class TokenizeRequest(ConversationBase):
         return self
 
     def op(self, *, normalise: bool) -> Tokenize:
-        op = (
-            Tokenize(
-                text=self.prompt if self.content is None else self.content,
-                add_special=self._adds_special(),
+        if self.messages is None:
+            by_default = or_default(self.add_special_tokens, self.prompt is not None)
+            op = Tokenize(
+                text=or_default(self.content, self.prompt),
+                add_special=or_default(self.add_special, by_default),
                 parse_special=self.parse_special,
             )
-            if self.messages is None
-            else self.conversation(self.messages, normalise=normalise)
-        )
+        else:
+            op = self.conversation(self.messages, normalise=normalise)
         op.with_pieces = self.with_pieces or self.return_token_strs
         return op
-
-    def _adds_special(self) -> bool:
-        given = self.add_special if self.add_special is not None else self.add_special_tokens
-        return self.prompt is not None if given is None else given
 
 
 class DetokenizeRequest(StrictModel):
@@ -109,7 +116,7 @@ class DetokenizeRequest(StrictModel):
 
 class TokenCountRequest(StrictModel):
     model: str | None = None
-    text: Text
+    text: TextToTokenise
 
 
 class TokenCountBody(BaseModel):
@@ -123,7 +130,12 @@ async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber 
     op = await run_off_loop(request, body.op, normalise=models.config.normalise)
     runtime = models.any(body.model, number)
     found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
-    return await run_off_loop(request, _answer, found, body)
+    body_of(request).hold(len(found.packed))
+    parts = _parts(found, body)
+    if found.count <= PART_TOKENS:
+        return Response(b"".join(parts), media_type=JsonResponse.media_type)
+    # The whole JSON would take about 30 bytes for each token. Starlette makes the parts in threads.
+    return StreamingResponse(parts, media_type=JsonResponse.media_type)
 
 
 @router.post("/v1/detokenize")
@@ -132,8 +144,8 @@ async def detokenize(
 ) -> Response:
     """Convert tokens to text, including control tokens."""
     runtime = models_of(request).any(body.model, number)
-    op = Detokenize(body.tokens)
-    found = await AdminClient.of_tenant(request).request(runtime, op, Detokenized)
+    client = AdminClient.of_tenant(request)
+    found = await client.request(runtime, Detokenize(body.tokens), Detokenized)
     return JsonResponse({"content": found.text, "prompt": found.text})
 
 
@@ -143,10 +155,11 @@ async def apply_template(
 ) -> Response:
     """Render a conversation as the text that the model would read."""
     models = models_of(request)
-    op = await run_off_loop(request, body.op, normalise=models.config.normalise)
+    normalise = models.config.normalise
+    op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
-    tokens = (await client.request(runtime, op, Tokenized)).tokens
+    tokens = list((await client.request(runtime, op, Tokenized)).ids)
     found = await client.request(runtime, Detokenize(tokens), Detokenized)
     return JsonResponse({"prompt": found.text})
 
@@ -162,19 +175,30 @@ async def count_tokens(
     return TokenCountBody(length=found.count)
 
 
-def _answer(found: Tokenized, body: TokenizeRequest) -> Response:
-    tokens: list[Any] = found.tokens
+def _parts(found: Tokenized, body: TokenizeRequest) -> Iterator[bytes]:
+    """Make the JSON of an answer, a few thousand tokens at a time."""
+    yield b'{"tokens":['
     if body.with_pieces:
-        pairs = zip(found.tokens, found.pieces, strict=True)
-        tokens = [{"id": token, "piece": _piece(piece)} for token, piece in pairs]
-    answer: dict[str, Any] = {
-        "tokens": tokens,
-        "count": found.count,
-        "max_model_len": found.context_tokens,
-    }
+        pieces = found.pieces.items()
+        pairs = {id: orjson.dumps({"id": id, "piece": _piece(piece)}) for id, piece in pieces}
+        yield from _joined(found.ids, pairs.__getitem__)
+    else:
+        yield from _joined(found.ids, b"%d".__mod__)
+    yield b'],"count":%d,"max_model_len":%d' % (found.count, found.context_tokens)
     if body.return_token_strs:
-        answer["token_strs"] = [piece.decode(errors="replace") for piece in found.pieces]
-    return JsonResponse(answer)
+        texts = {
+            id: orjson.dumps(piece.decode(errors="replace")) for id, piece in found.pieces.items()
+        }
+        yield b',"token_strs":['
+        yield from _joined(found.ids, texts.__getitem__)
+        yield b"]"
+    yield b"}"
+
+
+def _joined(ids: Sequence[int], shown: Callable[[int], bytes]) -> Iterator[bytes]:
+    for start in range(0, len(ids), PART_TOKENS):
+        part = b",".join(map(shown, ids[start : start + PART_TOKENS]))
+        yield b"," + part if start else part
 
 
 def _piece(piece: bytes) -> str | list[int]:
@@ -189,12 +213,10 @@ def _piece(piece: bytes) -> str | list[int]:
 async def props(request: Request, model: str | None = None, number: ModelNumber = None) -> Response:
     """Describe the model to clients of llama.cpp: context, chat template and modalities."""
     models = models_of(request)
-    return JsonResponse(_props(models.runtime(model, number), models.config))
-
-
-def _props(runtime: RuntimeClient, config: Config) -> dict[str, Any]:
+    runtime = models.runtime(model, number)
+    config = models.config_of(runtime)
     ready = runtime.loaded
-    return {
+    body = {
         "default_generation_settings": {
             "n_ctx": ready.context_tokens,
             "params": {
@@ -213,3 +235,4 @@ def _props(runtime: RuntimeClient, config: Config) -> dict[str, Any]:
         "eos_token": ready.eos,
         "build_info": f"rekindle-{__version__}",
     }
+    return JsonResponse(body)

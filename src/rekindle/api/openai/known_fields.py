@@ -1,0 +1,146 @@
+"""Lists the fields of OpenAI's, vLLM's and llama.cpp's completions that are not served here."""
+
+from __future__ import annotations
+
+from rekindle.api.base.known_fields import FieldTable, Ignored, Refused
+
+TOOLS_OF_OLD = "OpenAI's older tool calling is not supported: send"
+TRIGGER = "a grammar that waits for a trigger is not supported: remove"
+MIROSTAT = "Mirostat is not supported: use `min_p` or `typical_p` instead of"
+TOKEN_IDS = "token ids are not returned: use /v1/tokenize and remove"
+TEMPLATE = "the model's own chat template is always used: remove"
+ONE_QUEUE = "the server schedules requests itself"
+NO_TEXT_TOOLS = "text completions call no tools: use /v1/chat/completions, or remove"
+
+#: Fields of OpenAI's API.
+OPENAI: FieldTable = {
+    "functions": Refused(f"{TOOLS_OF_OLD} `tools` instead of", ([],)),
+    "function_call": Refused(f"{TOOLS_OF_OLD} `tool_choice` instead of", ("none", "auto")),
+    "audio": Refused("audio is not supported: remove"),
+    "modalities": Refused("replies are text alone: remove", (["text"], [])),
+    "web_search_options": Refused("there is no web search: remove"),
+    "suffix": Refused("filling in the middle is not supported: remove", ("",)),
+    "best_of": Refused("best_of is not supported: remove", (1,)),
+    "echo": Refused("echoing the prompt is not supported: remove", (False,)),
+    "store": Ignored("completions are not stored; /v1/responses stores them", (False,)),
+    "prediction": Ignored("it makes a reply faster and does not change it"),
+    "service_tier": Ignored("there is one tier"),
+    "metadata": Ignored("it describes stored completions"),
+    "user": Ignored("API keys identify users"),
+    "safety_identifier": Ignored("API keys identify users"),
+    "verbosity": Ignored("templates have no such setting", ("medium",)),
+    "stream_options.include_obfuscation": Ignored("chunks are not padded", (False,)),
+}
+#: Fields that vLLM adds.
+VLLM: FieldTable = {
+    "prompt_logprobs": Refused("log probabilities of the prompt are not computed: remove"),
+    "prompt_embeds": Refused("prompts are texts or token ids: remove"),
+    "allowed_token_ids": Refused("use `guided_regex` or `grammar` instead of", ([],)),
+    "logprob_token_ids": Refused("use `top_logprobs` instead of", ([],)),
+    "use_beam_search": Refused("beam search is not supported: remove", (False,)),
+    "length_penalty": Refused("beam search is not supported: remove", (1,)),
+    "include_stop_str_in_output": Refused("a reply ends before its stop string: remove", (False,)),
+    "skip_special_tokens": Refused("control tokens are never shown: remove", (True,)),
+    "logits_processors": Refused("logits processors are not supported: remove", ([],)),
+    "return_tokens_as_token_ids": Refused(TOKEN_IDS, (False,)),
+    "return_token_ids": Refused(TOKEN_IDS, (False,)),
+    "return_token_offsets": Refused(TOKEN_IDS, (False,)),
+    "return_prompt_text": Refused("use /v1/apply-template and remove", (False,)),
+    "truncation_side": Refused("prompts are truncated at their beginning: remove", ("left",)),
+    "thinking_token_budget": Refused("reasoning has no limit of its own: remove"),
+    "repetition_detection": Refused("use `dry_multiplier` instead of"),
+    "watermarking": Refused("replies have no watermarks: remove", (False,)),
+    "mm_processor_kwargs": Refused("images have one preprocessing; use `resize` or remove", ({},)),
+    "media_io_kwargs": Refused("videos have one preprocessing: remove", ({},)),
+    "vllm_xargs": Refused("extra arguments are not supported: remove", ({},)),
+    "cache_salt": Refused("each API key has a cache of its own: use another key and remove"),
+    "guided_whitespace_pattern": Refused("a whitespace pattern for JSON is not supported: remove"),
+    "guided_decoding_backend": Ignored("there is one backend"),
+    "spaces_between_special_tokens": Ignored("control tokens are never shown", (True,)),
+    "stream_options.continuous_usage_stats": Ignored("usage comes at the end", (False,)),
+    "request_id": Ignored("the header X-Request-Id names a request"),
+    "kv_transfer_params": Ignored("state does not move between servers"),
+    "ec_transfer_params": Ignored("state does not move between servers"),
+    "data_parallel_rank": Ignored(ONE_QUEUE),
+    "stream_interval": Ignored("tokens are sent as they come"),
+}
+#: Fields that llama.cpp adds.
+LLAMA_SERVER: FieldTable = {
+    "mirostat": Refused(MIROSTAT, (0,)),
+    "mirostat_tau": Refused(MIROSTAT, (0,), switch="mirostat"),
+    "mirostat_eta": Refused(MIROSTAT, (0,), switch="mirostat"),
+    "samplers": Refused("samplers have a fixed order: remove"),
+    "dynatemp_range": Refused("dynamic temperature is not supported: remove", (0,)),
+    "xtc_probability": Refused("XTC is not supported: use `typical_p` instead of", (0,)),
+    "top_n_sigma": Refused("top-n-sigma is not supported: use `min_p` instead of", (-1, 0)),
+    "adaptive_target": Refused("adaptive-p is not supported: remove", (-1,)),
+    "min_keep": Refused("filters keep at least one token: remove", (0, 1)),
+    "n_indent": Refused("a minimum indentation is not supported: use `grammar` instead of", (0,)),
+    "n_probs": Refused("use `logprobs` and `top_logprobs` instead of", (0,)),
+    "n_cmpl": Refused("use `n` instead of", (1,)),
+    "post_sampling_probs": Refused("log probabilities are the model's own: remove", (False,)),
+    "return_tokens": Refused(TOKEN_IDS, (False,)),
+    "response_fields": Refused("responses have all their fields: remove", ([],)),
+    "t_max_predict_ms": Refused("replies have no time limit: use `max_tokens` instead of", (-1, 0)),
+    "t_max_prompt_ms": Refused("prompts have no time limit: remove", (-1, 0)),
+    "lora": Refused("adapters are models of their own: choose one by `model` and remove", ([],)),
+    "image_data": Refused("send images in `messages` instead of", ([],)),
+    "grammar_lazy": Refused(TRIGGER, (False,)),
+    "grammar_triggers": Refused(TRIGGER, ([],)),
+    "cache_prompt": Ignored("`use_kv_cache: false` turns reuse off", (True,)),
+    "id_slot": Ignored(ONE_QUEUE, (-1,)),
+    "n_keep": Ignored("a context is never shifted", (0,)),
+    "n_discard": Ignored("a context is never shifted", (0,)),
+    "n_cache_reuse": Ignored("equal prefixes are always reused", (0,)),
+    "dynatemp_exponent": Ignored("it belongs to `dynatemp_range`", (1,)),
+    "xtc_threshold": Ignored("it belongs to `xtc_probability`"),
+    "adaptive_decay": Ignored("it belongs to `adaptive_target`"),
+    "preserved_tokens": Ignored("the model's template decides them", ([],)),
+    "timings_per_token": Ignored("timings come at the end", (False,)),
+    "return_progress": Ignored("`prefill_progress` reports it", (False,)),
+    "backend_sampling": Ignored("it does not change a reply", (False,)),
+    **{
+        f"speculative.{name}": Ignored("speculation does not change a reply")
+        for name in (
+            "type",
+            "n_min",
+            "n_max",
+            "p_min",
+            "ngram_size_n",
+            "ngram_size_m",
+            "ngram_m_hits",
+        )
+    },
+}
+CHAT_FIELDS: FieldTable = {
+    **OPENAI,
+    **VLLM,
+    **LLAMA_SERVER,
+    "chat_template": Refused(TEMPLATE),
+    "documents": Refused("send documents in `messages` instead of", ([],)),
+    "add_special_tokens": Refused(TEMPLATE, (False,)),
+    "include_reasoning": Refused("reasoning is always returned: remove", (True,)),
+    "reasoning_format": Refused(
+        "reasoning comes in `reasoning_content`: remove", ("auto", "deepseek")
+    ),
+    "thinking_forced_open": Refused(
+        "the prompt decides whether reasoning is open: remove", (False,)
+    ),
+    "chat_format": Refused(TEMPLATE),
+    "thinking_budget_tokens": Refused("reasoning has no limit of its own: remove", (-1,)),
+    "reasoning_budget": Refused("reasoning has no limit of its own: remove", (-1,)),
+    "reasoning_in_content": Refused("reasoning comes in `reasoning_content`: remove", (False,)),
+    "parse_tool_calls": Refused("tool calls are always parsed: remove", (True,)),
+}
+COMPLETION_FIELDS: FieldTable = {
+    **OPENAI,
+    **VLLM,
+    **LLAMA_SERVER,
+    "chat_template": Refused(TEMPLATE),
+    "add_special_tokens": Refused(
+        "a prompt of text begins with BOS: send token ids or remove", (True,)
+    ),
+    "resize": Refused("text completions take no images: use /v1/chat/completions, or remove"),
+    "tools": Refused(NO_TEXT_TOOLS, ([],)),
+    "tool_choice": Refused(NO_TEXT_TOOLS, ("none", "auto")),
+}
