@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request
@@ -22,16 +22,27 @@ class FakeOpenAI:
     takes_ignore_eos: bool = True
     reports_cached_tokens: bool = True
     reports_stages: bool = True
+    use_kv_cache: Literal["honoured", "ignored", "refused"] = "honoured"
+    has_prepare: bool = True
     failure: str | None = None
     reply_word: str = "word"
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    prepared: list[dict[str, Any]] = field(default_factory=list)
     _seen: list[list[str]] = field(default_factory=list)
 
     def app(self) -> FastAPI:
         app = FastAPI()
         app.get("/v1/models")(self._models)
         app.post("/v1/chat/completions")(self._chat)
+        if self.has_prepare:
+            app.post("/v1/cache/prepare")(self._prepare)
         return app
+
+    async def _prepare(self, request: Request) -> dict[str, Any]:
+        body = orjson.loads(await request.body())
+        self.prepared.append(body)
+        self._seen.append(_prompt(body))
+        return {"cache_key": "key"}
 
     async def _models(self) -> dict[str, Any]:
         return {"data": [{"id": "fake-model"}, {"id": "other-model"}]}
@@ -41,14 +52,18 @@ class FakeOpenAI:
         self.bodies.append(body)
         if "ignore_eos" in body and not self.takes_ignore_eos:
             return _error(400, "unknown field ignore_eos")
+        if "use_kv_cache" in body and self.use_kv_cache == "refused":
+            return _error(400, "unknown field use_kv_cache")
         if self.failure and len(self.bodies) > 3:  # only after the calibration
             return _error(503, self.failure)
         return StreamingResponse(self._events(body), media_type="text/event-stream")
 
     def _events(self, body: dict[str, Any]) -> Iterator[bytes]:
-        words = [word for message in body["messages"] for word in _words(message["content"])]
-        cached = max((_shared(old, words) for old in self._seen), default=0)
-        self._seen.append(words)
+        words = _prompt(body)
+        opts_out = body.get("use_kv_cache") is False and self.use_kv_cache == "honoured"
+        cached = 0 if opts_out else max((_shared(old, words) for old in self._seen), default=0)
+        if not opts_out:
+            self._seen.append(words)
         most = body["max_tokens"] if "ignore_eos" in body else MOST_REPLY_TOKENS
         tokens = min(most, body["max_tokens"])
         yield _event({"choices": [{"delta": {"role": "assistant", "content": None}}]})
@@ -65,6 +80,10 @@ class FakeOpenAI:
         if self.reports_stages:
             usage["first_token_time"] = {"encode": 0.0001, "compute": 0.0002}
         return usage
+
+
+def _prompt(body: dict[str, Any]) -> list[str]:
+    return [word for message in body["messages"] for word in _words(message["content"])]
 
 
 def _shared(old: list[str], new: list[str]) -> int:

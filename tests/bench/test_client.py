@@ -12,11 +12,9 @@ from rekindle.bench.client import (
     BenchOptions,
     ErrorStatus,
     Recording,
-    StreamChunk,
     StreamedReply,
     Usage,
     connect,
-    parse_data,
 )
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -28,7 +26,9 @@ STREAM = (
     b"data: [DONE]\n\n"
 )
 
-USAGE = StreamChunk(usage=Usage(prompt_tokens=10, completion_tokens=2, cached_tokens=None))
+ROLE = '{"choices":[{"delta":{"role":"assistant","content":null}}]}'
+TEXT = '{"choices":[{"delta":{"content":" hi"}}]}'
+USAGE = '{"choices":[],"usage":{"prompt_tokens":10,"completion_tokens":2}}'
 
 
 def ask(handler: Handler, model: str | None = "m", api_key: str | None = None) -> StreamedReply:
@@ -103,40 +103,33 @@ def test_a_missing_server_fails_with_its_address() -> None:
         ask(handler)
 
 
-def test_the_text_of_a_delta_is_the_text_of_the_chunk() -> None:
-    assert parse_data('{"choices":[{"delta":{"content":" hi"}}]}') == StreamChunk(text=" hi")
+def recorded(*events: str) -> StreamedReply:
+    """A reply sent at 0 s, whose nth event arrives at n s. It ends one second later."""
+    recording = Recording(sent_s=0.0)
+    for number, data in enumerate(events, 1):
+        recording.take(data, float(number))
+    return recording.finish(len(events) + 1.0)
 
 
-def test_the_first_chunk_with_a_role_has_no_text() -> None:
-    line = '{"choices":[{"delta":{"role":"assistant","content":null}}]}'
-    assert parse_data(line) == StreamChunk()
-
-
-def test_reasoning_is_separate_from_the_text() -> None:
-    line = '{"choices":[{"delta":{"reasoning_content":"hm"}}]}'
-    assert parse_data(line) == StreamChunk(reasoning="hm")
-
-
-def test_the_end_of_a_stream_is_not_a_chunk() -> None:
-    assert parse_data("[DONE]") is None
+def test_the_text_of_the_deltas_is_the_text_of_the_reply() -> None:
+    assert recorded(TEXT, TEXT, USAGE).text == " hi hi"
 
 
 def test_usage_is_read_from_a_chunk_without_choices() -> None:
-    line = (
+    data = (
         '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2,'
         '"prompt_tokens_details":{"cached_tokens":7}}}'
     )
-    assert parse_data(line) == StreamChunk(usage=Usage(9, 2, 7))
+    assert recorded(data).usage == Usage(9, 2, 7)
 
 
 def test_cached_tokens_are_unknown_if_the_server_does_not_report_them() -> None:
-    line = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
-    assert parse_data(line) == StreamChunk(usage=Usage(9, 2, None))
+    assert recorded(USAGE).usage == Usage(10, 2, None)
 
 
 def test_an_error_event_fails_with_the_message_of_the_server() -> None:
     with pytest.raises(BenchFailed, match="out of memory"):
-        parse_data('{"error":{"message":"out of memory"}}')
+        recorded('{"error":{"message":"out of memory"}}')
 
 
 @pytest.mark.parametrize(
@@ -151,34 +144,23 @@ def test_an_error_event_fails_with_the_message_of_the_server() -> None:
 )
 def test_an_event_that_is_not_a_chunk_fails_and_is_quoted(data: str) -> None:
     with pytest.raises(BenchFailed, match="not a chunk"):
-        parse_data(data)
+        recorded(data)
 
 
 def test_the_first_token_is_the_first_text_and_not_the_role() -> None:
-    recording = Recording(sent_s=1.0)
-    recording.take(StreamChunk(), 2.0)
-    recording.take(StreamChunk(text="a"), 3.0)
-    recording.take(StreamChunk(text="b"), 4.0)
-    recording.take(USAGE, 5.0)
-    reply = recording.finish(6.0)
-    assert (reply.text, reply.ttft_s, reply.last_s) == ("ab", 2.0, 4.0)
+    reply = recorded(ROLE, TEXT, TEXT, USAGE, "[DONE]")
+    assert (reply.text, reply.ttft_s, reply.last_s) == (" hi hi", 2.0, 3.0)
 
 
 def test_reasoning_starts_the_clock_but_is_not_text() -> None:
-    recording = Recording(sent_s=0.0)
-    recording.take(StreamChunk(reasoning="hm"), 1.0)
-    recording.take(StreamChunk(text="a"), 2.0)
-    recording.take(USAGE, 3.0)
-    reply = recording.finish(3.0)
-    assert (reply.text, reply.ttft_s) == ("a", 1.0)
+    reply = recorded('{"choices":[{"delta":{"reasoning_content":"hm"}}]}', TEXT, USAGE)
+    assert (reply.text, reply.ttft_s) == (" hi", 1.0)
 
 
 def test_a_reply_without_text_is_timed_at_its_end() -> None:
-    recording = Recording(sent_s=0.0)
-    recording.take(USAGE, 1.0)
-    assert recording.finish(2.0).ttft_s == 2.0
+    assert recorded(ROLE, USAGE).ttft_s == 3.0
 
 
 def test_a_stream_without_usage_fails() -> None:
     with pytest.raises(BenchFailed, match="without usage"):
-        Recording(sent_s=0.0).finish(1.0)
+        recorded(TEXT, "[DONE]")

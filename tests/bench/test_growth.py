@@ -13,11 +13,19 @@ from typer.testing import CliRunner
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
-SMALLEST = {"conversation": [300], "blocks": [64], "depth": [20], "tenants": [1, 3], "turns": [2]}
+SMALLEST = {
+    "conversation": [300],
+    "blocks": [64],
+    "depth": [20],
+    "entries": [20],
+    "tenants": [1, 3],
+    "turns": [2],
+}
 COSTS = {
     "conversation": {"follow_up_s", "of_which_restoring_s", "written_beside_blocks_bytes"},
     "blocks": {"opening_s", "stats_s", "eviction_s", "stop_s"},
     "depth": {"written_block_s", "block_when_full_s", "stop_s"},
+    "entries": {"remembering_s", "collection_s", "pin_check_s"},
     "tenants": {"eviction_s", "authentication_s"},
     "turns": {"first_token_s", "slowest_twentieth_s", "throughput_rate"},
 }

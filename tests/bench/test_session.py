@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
+from typing import Literal
 
 import orjson
 import pytest
@@ -20,7 +21,7 @@ from rekindle.bench import (
     save_json,
 )
 from rekindle.bench.results import FIGURES
-from rekindle.bench.scenarios import Article, Crowd, SharedDocument
+from rekindle.bench.scenarios import Article, Crowd, Savings, SharedDocument
 from tests.bench.fake_openai import FakeOpenAI
 
 Serve = Callable[[FakeOpenAI], str]
@@ -92,6 +93,51 @@ def test_turn_two_contains_the_real_reply_and_reuses_turn_one(serve: Serve) -> N
     )  # everything except the template
 
 
+USES_OF_THE_FIELD: list[Literal["honoured", "ignored", "refused"]] = [
+    "honoured", "ignored", "refused",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("use_kv_cache", USES_OF_THE_FIELD)
+@pytest.mark.parametrize("has_prepare", [True, False])
+def test_each_turn_is_measured_with_the_cache_and_without_it(
+    serve: Serve, use_kv_cache: Literal["honoured", "ignored", "refused"], has_prepare: bool
+) -> None:
+    fake = FakeOpenAI(use_kv_cache=use_kv_cache, has_prepare=has_prepare)
+    for savings in measure(small(serve(fake), "savings")).rounds["savings"]:
+        assert isinstance(savings, Savings)
+        assert savings.was_prepared == has_prepare
+        turns = (savings.cold, savings.prewarmed, savings.second, savings.third)
+        assert all((turn.uncached.cached_tokens or 0) <= 1 for turn in turns)
+        assert (savings.cold.cached.cached_tokens or 0) <= 1
+        for turn in turns:
+            assert abs(turn.uncached.prompt_tokens - turn.cached.prompt_tokens) <= 6
+        for turn in (savings.prewarmed, savings.second, savings.third):
+            assert (turn.cached.cached_tokens or 0) >= 60
+    assert len(fake.prepared) == 2 * has_prepare
+    opted_out = [body for body in fake.bodies if body.get("use_kv_cache") is False]
+    assert len(opted_out) == 8
+
+
+def test_a_server_without_a_report_is_measured_with_changed_prompts(serve: Serve) -> None:
+    fake = FakeOpenAI(reports_cached_tokens=False)
+    measure(small(serve(fake), "savings"))
+    plain = [body["messages"] for body in fake.bodies if "use_kv_cache" not in body]
+    assert len({str(messages[0]["content"]) for messages in plain if len(messages) > 1}) == 2 * 6
+
+
+def test_a_row_has_the_time_without_the_cache_and_the_speed_up(serve: Serve) -> None:
+    results = measure(small(serve(FakeOpenAI()), "savings"))
+    figures, shown = results.figures(), printed(results)
+    header, *_ = [line for line in shown.splitlines() if "figure" in line]
+    assert header.split() == ["┃", "figure", "┃", "value", "┃", "no", "cache", "┃", "speed-up", "┃"]
+    [row] = [line for line in shown.splitlines() if "turn 1 (pre-warmed)" in line]
+    for name in ("s", "uncached_s", "speedup"):
+        figure = f"savings_prewarmed_{name}"
+        assert FIGURES[figure].show(figures[figure]) in row
+    assert "no cache" not in printed(measure(small(serve(FakeOpenAI()), "document")))
+
+
 def test_the_reference_computes_as_many_tokens_as_turn_two(serve: Serve) -> None:
     article = measure(small(serve(FakeOpenAI()), "article")).rounds["article"][0]
     assert isinstance(article, Article)
@@ -155,8 +201,8 @@ def test_an_error_of_the_server_ends_the_bench_with_that_message(serve: Serve) -
 
 def test_the_table_has_a_row_for_every_figure(serve: Serve) -> None:
     shown = printed(measure(small(serve(FakeOpenAI()))))
-    for figure in FIGURES.values():
-        assert figure.label in shown
+    for name, figure in FIGURES.items():
+        assert figure.label in shown or name.endswith(("_uncached_s", "_speedup"))
     assert "fake · fake-model" in shown
 
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from rekindle.cli import cache_views as views
 from rekindle.cli import main as cli
-from rekindle.cli.cache_client import CacheClient, NoServer, RequestRefused, UnknownKey
+from rekindle.cli.cache_client import CacheClient, RequestRefused, entry_path
+from rekindle.errors import RekindleError
 from rekindle.kvcache.disk import check
 from rekindle.kvcache.disk.check import Finding, FolderReport
 
@@ -187,7 +188,7 @@ def client(answer: Answer) -> CacheClient:
 
 def test_the_client_sends_its_key_and_json() -> None:
     server = Server({f"POST /v1/cache/{ONE}/pin": entry()})
-    client(server).pin(ONE)
+    client(server).send("POST", f"/cache/{ONE}/pin", json={})
     [request] = server.received
     assert request.headers["authorization"] == "Bearer secret"
     assert request.headers["content-type"] == "application/json"
@@ -209,7 +210,7 @@ def test_all_pages_are_read() -> None:
 def test_a_key_is_escaped_in_the_path() -> None:
     server = Server({})
     with pytest.raises(RequestRefused):
-        client(server).remove("../chat?x#y")
+        client(server).send("DELETE", entry_path("../chat?x#y"))
     assert server.received[0].url.raw_path == b"/v1/cache/..%2Fchat%3Fx%23y"
 
 
@@ -225,12 +226,31 @@ def test_a_full_key_wins_over_a_longer_key_with_that_prefix() -> None:
 
 
 def test_an_ambiguous_prefix_lists_the_matching_keys() -> None:
-    with pytest.raises(UnknownKey) as refused:
+    with pytest.raises(RekindleError) as refused:
         client(Server({})).find("aaaa")
     assert ONE in str(refused.value)
     assert TWO in str(refused.value)
-    with pytest.raises(UnknownKey, match="no cache key begins with"):
+    with pytest.raises(RekindleError, match="no entry has the name 'bbbb'"):
         client(Server({})).find("bbbb")
+
+
+def test_a_name_finds_its_entry() -> None:
+    names = {"project": "analyst", "message_id": "msg_1", "session_id": "chat"}
+    names["kv_cache_session_id"] = "5"
+    named = entry(TWO, names=[{"kind": kind, "name": name} for kind, name in names.items()])
+    server = Server({"GET /v1/cache": {"entries": [entry(ONE), named]}})
+    for name in names.values():
+        assert client(server).find(name) == named
+
+
+def test_a_project_of_the_operator_is_found_though_no_list_shows_it() -> None:
+    shared = entry(TWO, names=[{"kind": "project", "name": "analyst"}])
+    listing = {"entries": [entry(ONE)]}
+    server = Server({"GET /v1/cache": listing, "GET /v1/cache/analyst": shared})
+    assert client(server).find("analyst") == shared
+    figures = Server({"GET /v1/cache": listing, "GET /v1/cache/stats": {"total_entries": 1}})
+    with pytest.raises(RekindleError, match="no entry has the name"):
+        client(figures).find("stats")
 
 
 def test_a_refusal_shows_the_message_of_the_server() -> None:
@@ -238,7 +258,7 @@ def test_a_refusal_shows_the_message_of_the_server() -> None:
         return httpx.Response(401, json={"error": {"message": "This server needs an API key"}})
 
     with pytest.raises(RequestRefused, match=r"needs an API key.*--api-key"):
-        client(refuse).stats()
+        client(refuse).send("GET", "/cache/stats")
 
 
 @pytest.mark.parametrize(
@@ -250,8 +270,8 @@ def test_a_refusal_shows_the_message_of_the_server() -> None:
     ],
 )
 def test_a_server_that_is_not_rekindle_is_recognised(answer: httpx.Response) -> None:
-    with pytest.raises(NoServer, match="not a Rekindle server"):
-        client(lambda _request: answer).stats()
+    with pytest.raises(RekindleError, match="not a Rekindle server"):
+        client(lambda _request: answer).send("GET", "/cache/stats")
 
 
 def test_the_error_for_a_missing_server_says_how_to_start_it(
@@ -302,7 +322,7 @@ def test_nothing_is_removed_when_one_key_is_unknown(serve: Callable[[Answer], No
     server = Server({})
     serve(server)
     result = CliRunner().invoke(cli.app, ["cache", "rm", "aaaa1", "bbbb"])
-    assert isinstance(result.exception, UnknownKey)
+    assert isinstance(result.exception, RekindleError)
     assert {request.method for request in server.received} == {"GET"}
 
 

@@ -84,7 +84,7 @@ def test_a_refused_export_leaves_the_existing_file(tmp_path: Path) -> None:
     path.write_bytes(b"before")
     client = CacheClient("http://here/v1", None, httpx.MockTransport(answer))
     with pytest.raises(RequestRefused, match="nothing is left"):
-        client.export("key", path)
+        client.export("/cache/key", path)
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 
 from rekindle.cli.chat import (
-    ChatFailed,
     Conversation,
     PrefillProgress,
     Reasoning,
@@ -21,6 +20,7 @@ from rekindle.cli.chat import (
     TurnCost,
     converse,
 )
+from rekindle.errors import RekindleError
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
@@ -205,7 +205,7 @@ def test_a_failed_turn_says_why_and_leaves_the_history_unchanged(
     conversation = Server(hello, answer, hello).conversation()
     exchange(conversation, "one")
     before = conversation.messages
-    with pytest.raises(ChatFailed, match=message):
+    with pytest.raises(RekindleError, match=message):
         exchange(conversation, "two")
     assert conversation.messages == before
     assert exchange(conversation, "two again")[0] == "Hello"
@@ -213,7 +213,7 @@ def test_a_failed_turn_says_why_and_leaves_the_history_unchanged(
 
 def test_an_invalid_url_is_reported_as_a_failure() -> None:
     conversation = Conversation(base_url="http://[", model="m", api_key="k", options={})
-    with pytest.raises(ChatFailed, match="no server answers at"):
+    with pytest.raises(RekindleError, match="no server answers at"):
         exchange(conversation, "hi")
 
 
@@ -340,8 +340,8 @@ def test_a_terminal_shows_reasoning_dimmed() -> None:
 
 def test_a_failure_removes_the_status_line() -> None:
     screen = Screen(terminal())
-    with pytest.raises(ChatFailed), screen:
-        raise ChatFailed("gone")
+    with pytest.raises(RekindleError), screen:
+        raise RekindleError("gone")
     assert screen.status is None
 
 

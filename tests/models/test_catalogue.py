@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from rekindle.config import SETTINGS, Config
 from rekindle.errors import ModelError
 from rekindle.models.catalogue import (
     CATALOGUE,
@@ -12,7 +14,6 @@ from rekindle.models.catalogue import (
     DEFAULT_VISION_MODEL,
     SMOLLM2,
     HubModel,
-    LocalModel,
     PackagedModel,
     locate,
 )
@@ -37,6 +38,18 @@ def test_every_entry_is_pinned_and_licensed() -> None:
         assert model.licence
 
 
+def test_the_demo_model_has_a_limit_because_it_rarely_stops_by_itself() -> None:
+    for name in (DEFAULT_MODEL, DEFAULT_VISION_MODEL):
+        assert CATALOGUE[name].defaults.max_tokens == 1000
+
+
+def test_the_defaults_of_an_entry_are_settings_with_valid_values() -> None:
+    for model in CATALOGUE.values():
+        defaults = asdict(model.defaults)
+        assert defaults.keys() <= SETTINGS.keys()
+        Config(**{name: value for name, value in defaults.items() if value is not None})
+
+
 def test_entries_that_share_a_file_mean_the_same_bytes() -> None:
     pinned = {(model.file_name, model.sha256) for model in CATALOGUE.values()}
     assert len(pinned) == len({name for name, _ in pinned})
@@ -58,20 +71,20 @@ def test_a_folder_with_a_model_is_local(tmp_path: Path) -> None:
         locate(str(tmp_path), MODELS)
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
-    assert locate(str(tmp_path), MODELS) == LocalModel(tmp_path)
+    assert locate(str(tmp_path), MODELS) == tmp_path
 
 
 def test_an_existing_file_is_local_whatever_its_name(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.touch()
-    assert locate(str(file), MODELS) == LocalModel(file)
+    assert locate(str(file), MODELS) == file
 
 
 def test_a_tilde_means_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     (tmp_path / "mine.gguf").touch()
-    assert locate("~/mine.gguf", MODELS) == LocalModel(tmp_path / "mine.gguf")
+    assert locate("~/mine.gguf", MODELS) == tmp_path / "mine.gguf"
 
 
 @pytest.mark.parametrize(

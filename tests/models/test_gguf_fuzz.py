@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rekindle.errors import ModelError
-from rekindle.models.gguf import FIXED_BYTES, WINDOW_BYTES, HeaderReader, check_gguf
+from rekindle.models.gguf import BUFFER_BYTES, FIXED_BYTES, HeaderReader, check_gguf
 from tests.support.rounds import rounds
 
 from .tiny import write_gguf
 
-MOST_BYTES = 4 * WINDOW_BYTES  # the window, another while it is replaced, and odds and ends
+MOST_BYTES = 4 * BUFFER_BYTES  # the buffer, a long name, and odds and ends
 EXAMPLES = settings(
     max_examples=rounds(short=150, long=1_500),
     deadline=None,

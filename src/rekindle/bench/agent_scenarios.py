@@ -6,14 +6,13 @@ import base64
 import io
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from PIL import Image, ImageDraw
 
 from rekindle.bench.client import Message, StreamedReply
 from rekindle.bench.rig import (
-    AgentRounds,
     BenchConversation,
     Rig,
     Round,
@@ -21,7 +20,7 @@ from rekindle.bench.rig import (
     computed_figure,
     user,
 )
-from rekindle.bench.scenarios import tokens_per_s
+from rekindle.bench.scenarios import Agents, agent_prompts, tokens_per_s
 
 _PERSON = {
     "type": "object",
@@ -78,7 +77,6 @@ class Schema(Round):
 
 
 async def measure_schema(rig: Rig) -> Schema:
-    """Measure the decode speed with and without a schema."""
     chat = user(f"{rig.nonce()}: list the people who were there, as JSON.")
     tokens = rig.options.single_stream_tokens
     free: list[StreamedReply] = []
@@ -97,63 +95,51 @@ def _best_rate(replies: list[StreamedReply]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolLoop(AgentRounds):
+class ToolLoop(Agents):
     """Agents in tool loops that take turns.
 
     Calls and results are scripted, so that every server reads the same histories. The calls of a
     small model would be random.
     """
 
+    scenario: ClassVar[str] = "toolloop"
+
     def figures(self) -> dict[str, float]:
         return {
-            **self.times("toolloop"),
+            **Agents.figures(self),  # the slots of a dataclass break super()
             "toolloop_prompt_tokens": sum(turn.prompt_tokens for turn in self.warm),
             **computed_figure("toolloop_computed_tokens", self.warm),
         }
 
 
-class Agent:
-    """A history that grows by a call and its result before each reply except the first."""
-
-    def __init__(self, rig: Rig, number: int) -> None:
-        self._rig = rig
-        system = f"{rig.nonce()}. You are agent {number}. {rig.prose(rig.options.agent_tokens)}"
-        self._messages: list[Message] = [
-            {"role": "system", "content": system},
-            {"role": "user", "content": "Find out what happened there, and write it down."},
-        ]
-
-    def use_tool(self) -> None:
-        number = len(self._messages)
-        call_id = f"call{number:05}"  # some templates accept only nine characters
-        arguments = orjson.dumps({"place": self._rig.nonce()}).decode()
-        function = {"name": "read_notes", "arguments": arguments}
-        result = self._rig.prose(self._rig.options.tool_result_tokens)
-        self._messages += [
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": call_id, "type": "function", "function": function}],
-            },
-            {"role": "tool", "tool_call_id": call_id, "content": result},
-        ]
-
-    async def reply(self) -> TimedTurn:
-        """Time a reply. The history continues with the next scripted call instead of the reply."""
-        limit = self._rig.options.turn_reply_tokens
-        chat = self._rig.client.chat(self._messages, limit, tools=TOOLS, tool_choice="none")
-        return TimedTurn.of(await chat)
-
-
 async def measure_toolloop(rig: Rig) -> ToolLoop:
-    """Measure the time to first token of each agent in turn, round after round."""
-    agents = [Agent(rig, number) for number in range(1, rig.options.agents + 1)]
-    rounds = [tuple([await agent.reply() for agent in agents])]
-    for _ in range(1, rig.options.agent_rounds):
-        for agent in agents:
-            agent.use_tool()
-        rounds.append(tuple([await agent.reply() for agent in agents]))
+    """Each history grows by a call and its result before each reply except the first. It continues
+    with the next scripted call instead of the reply."""
+    task = user("Find out what happened there, and write it down.")
+    histories = [[{"role": "system", "content": text}, *task] for text in agent_prompts(rig)]
+    limit = rig.options.turn_reply_tokens
+    rounds = []
+    for number in range(rig.options.agent_rounds):
+        for history in histories if number > 0 else ():
+            history += _tool_use(rig, f"call{len(history):05}")
+        turns = []
+        for history in histories:
+            chat = rig.client.chat(history, limit, tools=TOOLS, tool_choice="none")
+            turns.append(TimedTurn.of(await chat))
+        rounds.append(tuple(turns))
     return ToolLoop(tuple(rounds))
+
+
+def _tool_use(rig: Rig, call_id: str) -> list[Message]:
+    """A call and its result. Some templates accept only ids of nine characters."""
+    arguments = orjson.dumps({"place": rig.nonce()}).decode()
+    function = {"name": "read_notes", "arguments": arguments}
+    call = {"id": call_id, "type": "function", "function": function}
+    result = rig.prose(rig.options.tool_result_tokens)
+    return [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": result},
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +160,6 @@ class Pictures(Round):
 
 
 async def measure_pictures(rig: Rig) -> Pictures:
-    """Measure the time to first token of questions about a picture drawn for this round."""
     picture = _picture_part(rig.chance)
     talk = BenchConversation(rig)
     first = await talk.ask([picture, {"type": "text", "text": "What do you see?"}])

@@ -15,10 +15,13 @@ from rekindle.errors import ConfigError, RekindleError
 from rekindle.event_stream import EventReader, EventTooLarge
 
 DEFAULT_SCENARIOS = (
-    "article", "document", "agents", "decode", "sampled", "crowd", "schema", "toolloop",
+    "article", "savings", "document", "agents", "decode", "sampled", "crowd", "schema", "toolloop",
 )  # fmt: skip
 #: "hybrid" needs a hybrid model, and "pictures" a model with a projector.
 SCENARIO_NAMES = (*DEFAULT_SCENARIOS, "hybrid", "pictures")
+
+#: Status codes with which servers answer to paths or fields that they do not have.
+NOT_SUPPORTED = (400, 404, 405, 422, 501)
 
 Message = dict[str, Any]
 
@@ -70,10 +73,6 @@ class BenchOptions:
         address = self.base_url.rstrip("/")
         return address if address.endswith("/v1") else f"{address}/v1"
 
-    @property
-    def name(self) -> str:
-        return self.label or self.base_url
-
 
 class BenchFailed(RekindleError):
     """The server behaves in a way that cannot be measured. The message says how."""
@@ -95,39 +94,7 @@ class Usage:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class StreamChunk:
-    """One event of a stream: text, reasoning or usage."""
-
-    text: str = ""
-    reasoning: str = ""
-    usage: Usage | None = None
-
-
-def parse_data(data: str) -> StreamChunk | None:
-    """Parse the data of an event. None is the end of the stream. Raises BenchFailed."""
-    if data.strip() == "[DONE]":
-        return None
-    try:
-        return _chunk(orjson.loads(data))
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise BenchFailed(f"the server sent an event that is not a chunk: {data[:200]}") from error
-
-
-def _chunk(event: Mapping[str, Any]) -> StreamChunk:
-    if error := event.get("error"):
-        raise BenchFailed(f"the server ended the stream with an error: {error_message(error)}")
-    choices = event.get("choices") or [{}]
-    delta = choices[0].get("delta") or {}
-    usage = event.get("usage")
-    return StreamChunk(
-        text=_text(delta.get("content")),
-        reasoning=_text(delta.get("reasoning_content") or delta.get("reasoning")),
-        usage=Usage.parse(usage) if usage else None,
-    )
-
-
-def _text(value: Any) -> str:
+def _string(value: Any) -> str:
     if value is not None and not isinstance(value, str):
         raise TypeError("a text is a string or null")
     return value or ""
@@ -155,28 +122,42 @@ class StreamedReply:
 
 @dataclass(slots=True)
 class Recording:
-    """Collects a stream. The clock starts with the first chunk that has text."""
+    """Collects a stream. The clock starts with the first text or reasoning."""
 
     sent_s: float
-    _text: list[str] = field(default_factory=list)
-    _first_s: float | None = None
-    _last_s: float | None = None
+    _text: str = ""
+    _times_s: list[float] = field(default_factory=list)  # arrivals of text or reasoning
     _usage: Usage | None = None
 
-    def take(self, chunk: StreamChunk, now_s: float) -> None:
-        if chunk.text or chunk.reasoning:
-            self._first_s = now_s if self._first_s is None else self._first_s
-            self._last_s = now_s
-        self._text.append(chunk.text)
-        self._usage = chunk.usage or self._usage
+    def take(self, data: str, now_s: float) -> None:
+        """Read the data of an event. Raises BenchFailed."""
+        if data.strip() == "[DONE]":
+            return
+        try:
+            self._take(orjson.loads(data), now_s)
+        except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            raise BenchFailed(
+                f"the server sent an event that is not a chunk: {data[:200]}"
+            ) from error
+
+    def _take(self, event: Mapping[str, Any], now_s: float) -> None:
+        if error := event.get("error"):
+            raise BenchFailed(f"the server ended the stream with an error: {error_message(error)}")
+        choices = event.get("choices") or [{}]
+        delta = choices[0].get("delta") or {}
+        text = _string(delta.get("content"))
+        if _string(delta.get("reasoning_content") or delta.get("reasoning")) or text:
+            self._times_s.append(now_s)
+        self._text += text
+        if usage := event.get("usage"):
+            self._usage = Usage.parse(usage)
 
     def finish(self, now_s: float) -> StreamedReply:
         """Return the reply. A reply without text is timed at its end."""
         if self._usage is None:
             raise BenchFailed("the stream ended without usage, so the tokens cannot be counted")
-        first_s = now_s if self._first_s is None else self._first_s
-        last_s = now_s if self._last_s is None else self._last_s
-        return StreamedReply("".join(self._text), self.sent_s, first_s, last_s, self._usage)
+        times_s = self._times_s or [now_s]
+        return StreamedReply(self._text, self.sent_s, times_s[0], times_s[-1], self._usage)
 
 
 class ErrorStatus(BenchFailed):
@@ -197,7 +178,7 @@ class Client:
     async def chat(
         self, messages: Sequence[Message], max_tokens: int, **extra: Any
     ) -> StreamedReply:
-        """Get one streamed reply, greedy by default. Raises BenchFailed."""
+        """Get one streamed reply, greedy by default."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -208,26 +189,32 @@ class Client:
             **extra,
         }
         recording = Recording(sent_s=time.perf_counter())
-        try:
-            async with self._http.stream("POST", "chat/completions", json=body) as response:
-                await _check(response)
-                reader = EventReader()
-                async for part in response.aiter_bytes():
-                    for data in reader.feed(part):
-                        if chunk := parse_data(data):
-                            recording.take(chunk, time.perf_counter())
-        except httpx.HTTPError as error:
-            raise _unreachable(self._http, error) from error
-        except EventTooLarge as error:
-            raise BenchFailed(str(error)) from None
+        async with self._http.stream("POST", "chat/completions", json=body) as response:
+            await _check(response)
+            reader = EventReader()
+            async for part in response.aiter_bytes():
+                for data in reader.feed(part):
+                    recording.take(data, time.perf_counter())
         return recording.finish(time.perf_counter())
+
+    async def prepare(self, messages: Sequence[Message]) -> bool:
+        """Compute a prompt ahead of its first use. Returns False if the server cannot do that."""
+        body = {"model": self.model, "messages": messages}
+        response = await self._http.post("cache/prepare", json=body)
+        if response.status_code in NOT_SUPPORTED:
+            return False
+        await _check(response)
+        return True
 
 
 @asynccontextmanager
 async def connect(
     options: BenchOptions, transport: httpx.AsyncBaseTransport | None = None
 ) -> AsyncIterator[Client]:
-    """Connect to the model of the options, or to the first model that the server lists."""
+    """Connect to the model of the options, or to the first model that the server lists.
+
+    Errors of the connection raise BenchFailed at the end of the `async with` block.
+    """
     async with httpx.AsyncClient(
         base_url=options.api_url,
         headers={"Authorization": f"Bearer {options.api_key}"} if options.api_key else {},
@@ -238,16 +225,20 @@ async def connect(
         trust_env=False,  # do not measure a proxy from the environment
         transport=transport,
     ) as http:
-        yield Client(http, options.model or await _first_model(http))
+        try:
+            yield Client(http, options.model or await _first_model(http))
+        except httpx.HTTPError as error:
+            reason = f"{type(error).__name__} {error}".rstrip()
+            raise BenchFailed(f"no answer from {http.base_url}: {reason}") from error
+        except EventTooLarge as error:
+            raise BenchFailed(str(error)) from None
 
 
 async def _first_model(http: httpx.AsyncClient) -> str:
+    response = await http.get("models")
+    await _check(response)
     try:
-        response = await http.get("models")
-        await _check(response)
         return str(response.json()["data"][0]["id"])
-    except httpx.HTTPError as error:
-        raise _unreachable(http, error) from error
     except (ValueError, LookupError, TypeError) as error:
         raise BenchFailed("the server lists no models; name one with --model") from error
 
@@ -261,7 +252,3 @@ async def _check(response: httpx.Response) -> None:
     except (orjson.JSONDecodeError, KeyError, TypeError):
         message = text[:200] or response.reason_phrase
     raise ErrorStatus(response.status_code, message)
-
-
-def _unreachable(http: httpx.AsyncClient, error: httpx.HTTPError) -> BenchFailed:
-    return BenchFailed(f"no answer from {http.base_url}: {type(error).__name__} {error}".rstrip())

@@ -59,6 +59,18 @@ FIGURES = {
     "warm_compute_s": Figure("  turn 2: compute new tokens, sample one", "s"),
     "warm_first_byte_s": Figure("  turn 2: first token to first byte", "s"),
     "warm_rest_s": Figure("  turn 2: network and this client", "s"),
+    "savings_cold_s": Figure("savings: first token, turn 1 (cold)", "s"),
+    "savings_cold_uncached_s": Figure("savings: turn 1 (cold), no cache", "s"),
+    "savings_cold_speedup": Figure("savings: turn 1 (cold), no cache / cache", "x"),
+    "savings_prewarmed_s": Figure("savings: first token, turn 1 (pre-warmed)", "s"),
+    "savings_prewarmed_uncached_s": Figure("savings: turn 1 (pre-warmed), no cache", "s"),
+    "savings_prewarmed_speedup": Figure("savings: turn 1 (pre-warmed), no cache / cache", "x"),
+    "savings_second_s": Figure("savings: first token, turn 2", "s"),
+    "savings_second_uncached_s": Figure("savings: turn 2, no cache", "s"),
+    "savings_second_speedup": Figure("savings: turn 2, no cache / cache", "x"),
+    "savings_third_s": Figure("savings: first token, turn 3", "s"),
+    "savings_third_uncached_s": Figure("savings: turn 3, no cache", "s"),
+    "savings_third_speedup": Figure("savings: turn 3, no cache / cache", "x"),
     "document_wall_s": Figure("document: all questions answered", "s"),
     "document_computed_tokens": Figure("document: prompt tokens computed", "tokens"),
     "agents_cold_s": Figure("agents: first token, cold", "s"),
@@ -141,17 +153,36 @@ def write_json(content: Mapping[str, Any], path: Path) -> None:
 
 
 def print_table(results: Results, console: Console) -> None:
-    """Print one row per figure, and notes that explain them."""
+    """Print one row per figure, and notes that explain them. A figure that was also measured
+    without the cache has both values in its row."""
+    figures = results.figures()
+    beside = _shown_beside(figures)
     table = Table(title=f"{results.label} · {results.model}", title_justify="left")
     table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in results.figures().items():
-        table.add_row(FIGURES[name].label, FIGURES[name].show(value))
+    for column in ("value", "no cache", "speed-up") if beside else ("value",):
+        table.add_column(column, justify="right")
+    for name in figures:
+        if name not in beside:
+            shown = [name, *(other for other in _beside(name) if other in beside)]
+            cells = (FIGURES[each].show(figures[each]) for each in shown)
+            table.add_row(FIGURES[name].label, *cells)
     console.print(table)
     if "article" in results.rounds:
         console.print(FRESH_NOTE)
     if not results.ignores_eos:
         console.print("The server does not support ignore_eos, so replies may be shorter.")
+
+
+def _beside(name: str) -> tuple[str, str]:
+    """Names of the two figures in the same row: without the cache, and the speed-up."""
+    stem = name.removesuffix("_s")
+    return f"{stem}_uncached_s", f"{stem}_speedup"
+
+
+def _shown_beside(figures: Iterable[str]) -> set[str]:
+    """Names of figures that have no row because they are shown in that of another figure."""
+    known = set(figures)
+    return {other for name in known for other in _beside(name)} & known
 
 
 def plot(results: Sequence[Results], path: Path) -> None:
@@ -176,20 +207,42 @@ def plot(results: Sequence[Results], path: Path) -> None:
 
 
 def _measured(results: Sequence[Results], unit: Unit) -> list[str]:
-    """The figures with this unit that all servers have."""
+    """The figures with this unit that all servers have and that get their own row."""
     found = [server.figures() for server in results]
-    return [n for n in FIGURES if FIGURES[n].unit == unit and all(n in each for each in found)]
+    names = [n for n in FIGURES if FIGURES[n].unit == unit and all(n in each for each in found)]
+    beside = _shown_beside(names)
+    return [name for name in names if name not in beside]
 
 
 def _draw(axes: Any, results: Sequence[Results], names: Sequence[str]) -> None:
     height = 0.8 / len(results)
     for number, server in enumerate(results):
         places = [row + number * height for row in range(len(names))]
-        values = [server.figures()[name] for name in names]
+        figures = server.figures()
+        values = [figures[name] for name in names]
         bars = axes.barh(places, values, height, label=server.label)
         shown = [FIGURES[name].show(value) for name, value in zip(names, values, strict=True)]
         axes.bar_label(bars, shown, padding=3)
+        uncached = [
+            (place, figures[other])
+            for place, name in zip(places, names, strict=True)
+            if (other := _beside(name)[0]) in figures
+        ]
+        _draw_uncached(axes, uncached, height, bars.patches[0].get_facecolor(), server.label)
     middle = 0.4 - height / 2
     axes.set_yticks([row + middle for row in range(len(names))], [FIGURES[n].label for n in names])
     axes.margins(x=0.2)  # space for the number at the longest bar
     axes.invert_yaxis()
+
+
+def _draw_uncached(
+    axes: Any, places: Sequence[tuple[int | float, float]], height: float, colour: Any, label: str
+) -> None:
+    """Draw the times without the cache as pale bars in the rows of the times with it."""
+    if not places:
+        return
+    rows, values = zip(*places, strict=True)
+    bars = axes.barh(
+        rows, values, height, color=colour, alpha=0.3, zorder=0, label=f"{label}, no cache"
+    )
+    axes.bar_label(bars, [Figure("", "s").show(value) for value in values], padding=3)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
-from statistics import median
 
 from rekindle.bench.client import (
     BenchFailed,
@@ -147,25 +146,6 @@ def computed_figure(name: str, turns: Sequence[TimedTurn]) -> dict[str, float]:
     return {name: sum(turn.computed_tokens for turn in turns)}
 
 
-@dataclass(frozen=True, slots=True)
-class AgentRounds(Round):
-    """Agents that take turns. There are more agents than a server has slots."""
-
-    rounds: tuple[tuple[TimedTurn, ...], ...]  # the first round is cold
-
-    @property
-    def warm(self) -> list[TimedTurn]:
-        return [turn for turns in self.rounds[1:] for turn in turns]
-
-    def times(self, scenario: str) -> dict[str, float]:
-        waits_s = [turn.ttft_s for turn in self.warm]
-        return {
-            f"{scenario}_cold_s": median(turn.ttft_s for turn in self.rounds[0]),
-            f"{scenario}_warm_s": median(waits_s),
-            f"{scenario}_worst_s": max(waits_s),
-        }
-
-
 class BenchConversation:
     """A conversation whose history contains the server's own replies."""
 
@@ -174,6 +154,11 @@ class BenchConversation:
         self._messages: list[Message] = []
         if system is not None:
             self._messages.append({"role": "system", "content": system})
+
+    @property
+    def prompt(self) -> list[Message]:
+        """The messages of the last request."""
+        return self._messages[:-1]
 
     async def ask(self, question: str | list[Message]) -> TimedTurn:
         """Ask a question, as text or parts, with the whole history."""

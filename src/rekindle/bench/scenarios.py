@@ -1,4 +1,4 @@
-"""Measures chats: an article, a shared document, agents, a crowd, hybrid models, decode speed."""
+"""Measures chats: an article, what the cache saves, a shared document, agents and so on."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import ClassVar
 
-from rekindle.bench.client import BenchFailed, Message, StreamedReply
+from rekindle.bench.client import (
+    NOT_SUPPORTED,
+    BenchFailed,
+    ErrorStatus,
+    Message,
+    StreamedReply,
+)
 from rekindle.bench.rig import (
-    AgentRounds,
     BenchConversation,
     Rig,
     Round,
@@ -33,12 +39,6 @@ class Article(Round):
     third: TimedTurn
     reference: TimedTurn
 
-    @property
-    def new_tokens(self) -> int:
-        """The tokens of turn two that were neither in the prompt nor in the reply of turn one."""
-        known = self.first.prompt_tokens + self.first.completion_tokens
-        return self.second.prompt_tokens - known
-
     def figures(self) -> dict[str, float]:
         return {
             "article_turn1_s": self.first.ttft_s,
@@ -47,14 +47,13 @@ class Article(Round):
             "article_reference_s": self.reference.ttft_s,
             "article_turn1_over_turn2": self.first.ttft_s / self.second.ttft_s,
             "article_turn2_over_reference": self.second.ttft_s / self.reference.ttft_s,
-            "article_turn2_new_tokens": self.new_tokens,
+            "article_turn2_new_tokens": added_in(self.first, self.second),
             "article_turn2_computed_tokens": computed_in(self.first, self.second),
             **{f"warm_{stage}_s": spent for stage, spent in self.second.breakdown().items()},
         }
 
 
 async def measure_article(rig: Rig) -> Article:
-    """Measure the time to first token of three turns about a new article."""
     talk = BenchConversation(rig, system=f"{rig.nonce()}. You answer questions about an article.")
     article = rig.prose(rig.options.article_tokens)
     first = await talk.ask(f"{article}\n\nWhat is this article about? Answer in one line.")
@@ -63,11 +62,14 @@ async def measure_article(rig: Rig) -> Article:
     return Article(first, second, third, await _reference(rig, computed_in(first, second)))
 
 
+def added_in(first: TimedTurn, second: TimedTurn) -> int:
+    """The tokens of turn two that were neither in the prompt nor in the reply of turn one."""
+    return second.prompt_tokens - first.prompt_tokens - first.completion_tokens
+
+
 def computed_in(first: TimedTurn, second: TimedTurn) -> int:
     """The tokens that turn two computed, or added if the server does not report this."""
-    if second.cached_tokens is None:
-        return second.prompt_tokens - first.prompt_tokens - first.completion_tokens
-    return second.computed_tokens
+    return added_in(first, second) if second.cached_tokens is None else second.computed_tokens
 
 
 async def _reference(rig: Rig, tokens: int) -> TimedTurn:
@@ -80,14 +82,92 @@ async def _reference(rig: Rig, tokens: int) -> TimedTurn:
         turn = await BenchConversation(rig).ask(f"{rig.nonce()} {filler(rig.chance, words)}")
         tries.append(turn)
         words = max(1, words + tokens - turn.computed_tokens)
-    return _middle_of_closest(tries, tokens)
-
-
-def _middle_of_closest(tries: list[TimedTurn], tokens: int) -> TimedTurn:
-    """The median time of the tries whose token counts came closest, within one token."""
+    # The median time of the tries whose token counts came closest, within one token.
     closest = min(abs(turn.computed_tokens - tokens) for turn in tries)
     near = [turn for turn in tries if abs(turn.computed_tokens - tokens) <= max(1, closest)]
     return sorted(near, key=lambda turn: turn.ttft_s)[len(near) // 2]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTurn:
+    """The same prompt with the cache and without it."""
+
+    cached: TimedTurn
+    uncached: TimedTurn
+
+
+@dataclass(frozen=True, slots=True)
+class Savings(Round):
+    """The turns of a conversation with a long system prompt, each with and without the cache.
+
+    The prompt of the pre-warmed turn was computed before a user sent the first message.
+    """
+
+    cold: ComparedTurn
+    prewarmed: ComparedTurn
+    second: ComparedTurn
+    third: ComparedTurn
+    was_prepared: bool  # False: the server cannot prepare prompts, so another chat did it
+
+    def figures(self) -> dict[str, float]:
+        figures: dict[str, float] = {}
+        for name in ("cold", "prewarmed", "second", "third"):
+            turn: ComparedTurn = getattr(self, name)
+            cached_s, uncached_s = turn.cached.ttft_s, turn.uncached.ttft_s
+            figures[f"savings_{name}_s"] = cached_s
+            figures[f"savings_{name}_uncached_s"] = uncached_s
+            figures[f"savings_{name}_speedup"] = uncached_s / cached_s
+        return figures
+
+
+_QUESTIONS = (
+    "Who built something, and where?",
+    "Which of these people did the hardest work, and why?",
+    "Where was that, and at which time of the year?",
+)
+
+
+async def measure_savings(rig: Rig) -> Savings:
+    """Measure three turns and a pre-warmed first turn, then the same prompts without the cache.
+
+    The order matters: a server with few slots may lose the conversation to an uncached prompt.
+    """
+    talk = BenchConversation(rig, _message(rig, rig.options.article_tokens))
+    measured: list[tuple[TimedTurn, list[Message]]] = []
+    for question in _QUESTIONS:
+        measured.append((await talk.ask(question), talk.prompt))
+    system = _message(rig, rig.options.article_tokens)
+    was_prepared = await _prewarm(rig, system)
+    fresh = BenchConversation(rig, system)
+    measured.insert(1, (await fresh.ask(_QUESTIONS[0]), fresh.prompt))
+    turns = [ComparedTurn(turn, await _uncached(rig, prompt)) for turn, prompt in measured]
+    cold, prewarmed, second, third = turns
+    return Savings(cold, prewarmed, second, third, was_prepared)
+
+
+async def _prewarm(rig: Rig, system: str) -> bool:
+    """Prepare a system prompt, with a chat of another user if the server has no other way."""
+    prompt: list[Message] = [{"role": "system", "content": system}]
+    if await rig.client.prepare(prompt):
+        return True
+    await rig.client.chat([*prompt, *user("Hello.")], 1)
+    return False
+
+
+async def _uncached(rig: Rig, prompt: list[Message]) -> TimedTurn:
+    """Time a prompt without the cache: by opting out, or else by a change of its first words."""
+    tokens = rig.options.turn_reply_tokens
+    try:
+        turn = TimedTurn.of(await rig.client.chat(prompt, tokens, use_kv_cache=False))
+    except ErrorStatus as refusal:
+        if refusal.status not in NOT_SUPPORTED:
+            raise
+    else:
+        if turn.cached_tokens == 0:
+            return turn
+    _, _, rest = str(prompt[0]["content"]).partition(". ")
+    changed = {**prompt[0], "content": f"{rig.nonce()}. {rest}"}
+    return TimedTurn.of(await rig.client.chat([changed, *prompt[1:]], tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,44 +183,55 @@ class SharedDocument(Round):
 
 
 async def measure_document(rig: Rig) -> SharedDocument:
-    """Measure the time until all questions about a new document are answered."""
-    system = (
-        f"{rig.nonce()}. Answer from this document.\n\n{rig.prose(rig.options.document_tokens)}"
-    )
-    chats = [_about(system, number) for number in range(1, rig.options.questions + 1)]
+    options = rig.options
+    system = f"{rig.nonce()}. Answer from this document.\n\n{rig.prose(options.document_tokens)}"
+    document: Message = {"role": "system", "content": system}
+    questions = [
+        user(f"Question {number}: what does sentence {number} of the document say?")
+        for number in range(1, options.questions + 1)
+    ]
     start_s = time.perf_counter()
     replies = await asyncio.gather(
-        *(rig.full_reply(chat, rig.options.answer_tokens) for chat in chats)
+        *(rig.full_reply([document, *question], options.answer_tokens) for question in questions)
     )
     wall_s = time.perf_counter() - start_s
     return SharedDocument(wall_s, tuple(TimedTurn.of(reply) for reply in replies))
 
 
-def _about(system: str, number: int) -> list[Message]:
-    question = f"Question {number}: what does sentence {number} of the document say?"
-    return [{"role": "system", "content": system}, {"role": "user", "content": question}]
-
-
 @dataclass(frozen=True, slots=True)
-class Agents(AgentRounds):
-    """Agents with long system prompts that take turns."""
+class Agents(Round):
+    """Agents with long system prompts that take turns. They are more than a server has slots."""
+
+    rounds: tuple[tuple[TimedTurn, ...], ...]  # the first round is cold
+    scenario: ClassVar[str] = "agents"
+
+    @property
+    def warm(self) -> list[TimedTurn]:
+        return [turn for turns in self.rounds[1:] for turn in turns]
 
     def figures(self) -> dict[str, float]:
-        return self.times("agents")
+        waits_s = [turn.ttft_s for turn in self.warm]
+        return {
+            f"{self.scenario}_cold_s": median(turn.ttft_s for turn in self.rounds[0]),
+            f"{self.scenario}_warm_s": median(waits_s),
+            f"{self.scenario}_worst_s": max(waits_s),
+        }
 
 
 async def measure_agents(rig: Rig) -> Agents:
-    """Measure the time to first token of each agent in turn, round after round."""
-    prose_tokens = rig.options.agent_tokens
-    talks = [
-        BenchConversation(rig, f"{rig.nonce()}. You are agent {number}. {rig.prose(prose_tokens)}")
-        for number in range(1, rig.options.agents + 1)
-    ]
+    talks = [BenchConversation(rig, system) for system in agent_prompts(rig)]
     rounds = []
     for number in range(1, rig.options.agent_rounds + 1):
         question = f"Step {number}: what will you do next, and what do you need for it?"
         rounds.append(tuple([await talk.ask(question) for talk in talks]))
     return Agents(tuple(rounds))
+
+
+def agent_prompts(rig: Rig) -> list[str]:
+    return [
+        f"{rig.nonce()}. You are agent {number}. {rig.prose(rig.options.agent_tokens)}"
+        for number in range(1, rig.options.agents + 1)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +279,7 @@ class Hybrid(Round):
         agents = [turn for turns in self.agents for turn in turns]
         alone = computed_figure("hybrid_computed_tokens", self.alone)
         together = computed_figure("hybrid_agents_computed_tokens", agents)
-        computed = {**alone, **together} if alone and together else {}
+        computed = alone | together if alone and together else {}
         return {**computed, "hybrid_least_tokens": least_for(self.alone)}
 
 
@@ -204,16 +295,12 @@ def least_for(turns: Sequence[TimedTurn]) -> int:
 
 async def measure_hybrid(rig: Rig) -> Hybrid:
     """Measure one conversation, then two that take turns and share a system prompt."""
+    turns, tokens = rig.options.turns, rig.options.turn_tokens
     talk = BenchConversation(rig)
-    alone = [
-        await talk.ask(_message(rig, rig.options.turn_tokens)) for _ in range(rig.options.turns)
-    ]
-    system = f"{rig.nonce()}. {rig.prose(rig.options.agent_tokens)}"
+    alone = [await talk.ask(_message(rig, tokens)) for _ in range(turns)]
+    system = _message(rig, rig.options.agent_tokens)
     talks = [BenchConversation(rig, system) for _ in range(2)]
-    rounds = [
-        [await talk.ask(_message(rig, rig.options.turn_tokens)) for talk in talks]
-        for _ in range(rig.options.turns)
-    ]
+    rounds = [[await talk.ask(_message(rig, tokens)) for talk in talks] for _ in range(turns)]
     return Hybrid(tuple(alone), tuple(zip(*rounds, strict=True)))
 
 

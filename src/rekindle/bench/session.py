@@ -20,11 +20,13 @@ from rekindle.bench.scenarios import (
     measure_document,
     measure_hybrid,
     measure_sampled,
+    measure_savings,
 )
 from rekindle.models.progress import task_bars
 
 SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
     "article": measure_article,
+    "savings": measure_savings,
     "document": measure_document,
     "agents": measure_agents,
     "decode": measure_decode,
@@ -48,7 +50,7 @@ async def _run(options: BenchOptions, progress: Progress) -> Results:
     async with open_rig(options) as rig:
         progress.update(calibration, completed=1)
         rounds = {name: await _repeat(name, rig, progress) for name in options.scenarios}
-        return Results(options.name, rig.client.model, rig.ignores_eos, rounds)
+        return Results(options.label or options.base_url, rig.client.model, rig.ignores_eos, rounds)
 
 
 async def _repeat(name: str, rig: Rig, progress: Progress) -> list[Round]:

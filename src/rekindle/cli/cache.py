@@ -17,6 +17,7 @@ from rekindle.cli.cache_client import (
     SUFFIX,
     CacheClient,
     PromptCacheFile,
+    entry_path,
     read_json,
     read_text,
     read_tokens,
@@ -35,6 +36,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+SEALED = (
+    "not checked, set `cache_secret_file` in the settings file or REKINDLE_CACHE_SECRET_FILE to "
+    "the secret it was written with"
+)
 LOCAL_SERVER = "http://127.0.0.1:8080/v1"
 BaseUrl = Annotated[str, typer.Option(help="URL of the server")]
 ApiKey = Annotated[
@@ -42,7 +47,12 @@ ApiKey = Annotated[
     typer.Option(envvar="REKINDLE_API_KEY", help="API key; an admin key can see all caches"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON")]
-Key = Annotated[str, typer.Argument(help="Cache key, or a unique beginning of it")]
+Key = Annotated[
+    str,
+    typer.Argument(
+        help="Cache key or a unique beginning of it, message id, session id or project name"
+    ),
+]
 
 Result = tuple[Any, RenderableType]  # the server's answer, and how to show it
 
@@ -87,28 +97,28 @@ def list_entries(client: CacheClient) -> Result:
 @server_command()
 def stats(client: CacheClient) -> Result:
     """Show the size of the cache and how often it was hit."""
-    answer = client.stats()
+    answer = client.send("GET", "/cache/stats")
     return answer, views.stats_table(answer)
 
 
 @server_command()
 def show(client: CacheClient, key: Key) -> Result:
     """Show all details of one entry."""
-    answer = client.entry(client.find(key)["cache_key"])
+    answer = client.send("GET", client.path(key))
     return answer, views.entry_table(answer)
 
 
 @server_command()
 def pin(client: CacheClient, key: Key) -> Result:
     """Pin an entry, so that it is never evicted."""
-    answer = client.pin(client.find(key)["cache_key"])
+    answer = client.send("POST", client.path(key) + "/pin", json={})
     return answer, f"{answer['cache_key']} is pinned"
 
 
 @server_command()
 def unpin(client: CacheClient, key: Key) -> Result:
     """Unpin an entry, so that it can expire and be evicted again."""
-    answer = client.unpin(client.find(key)["cache_key"])
+    answer = client.send("POST", client.path(key) + "/unpin", json={})
     return answer, f"{answer['cache_key']} is no longer pinned"
 
 
@@ -121,7 +131,7 @@ def remove(
 ) -> Result:
     """Remove entries. If one of them does not exist, none is removed."""
     found = dict.fromkeys(client.find(key)["cache_key"] for key in keys)
-    answers = [client.remove(key) for key in found]
+    answers = [client.send("DELETE", entry_path(key)) for key in found]
     return answers, "\n".join(f"{key} is removed" for key in found)
 
 
@@ -137,7 +147,7 @@ def export(
         raise RekindleError(f"{file} must end with {SUFFIX}, or mlx_lm cannot load it")
     client = CacheClient(base_url, api_key)
     try:
-        tokens = client.export(client.find(key)["cache_key"], file)
+        tokens = client.export(client.path(key), file)
     except OSError as error:
         raise RekindleError(f"cannot write {file}: {error.strerror}") from None
     Console().print(views.plain(f"{file} holds the state of {tokens} tokens"))
@@ -179,7 +189,7 @@ def import_state(
 @server_command("gc")
 def collect(client: CacheClient) -> Result:
     """Remove expired entries now."""
-    answer = client.collect()
+    answer = client.send("POST", "/cache/gc", json={})
     freed = decimal(answer["freed_bytes"])
     return answer, f"removed {answer['removed']} entries, freed {freed}"
 
@@ -199,7 +209,8 @@ def explain(
     request = _read_request(messages)
     entry = client.find(key)
     request["model"] = model or request.get("model") or entry["model"]
-    answer = client.validate({**request, "cache_key": entry["cache_key"]})
+    request["cache_key"] = entry["cache_key"]
+    answer = client.send("POST", "/cache/validate", json=request)
     return answer, views.explanation(answer)
 
 
@@ -233,22 +244,18 @@ def check(
 def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
     lines = [views.plain(f"{folder}: state of {len(reports)} models")]
     for report in reports:
-        name = report.path.name
         if report.in_use:
-            lines.append(views.plain(f"{name}: not checked, a server is using it", "yellow"))
+            result, style = "not checked, a server is using it", "yellow"
         elif report.is_sealed:
-            sealed = (
-                f"{name}: not checked, set `cache_secret_file` in the settings file or "
-                "REKINDLE_CACHE_SECRET_FILE to the secret it was written with"
-            )
-            lines.append(views.plain(sealed, "yellow"))
+            result, style = SEALED, "yellow"
         else:
             found = f"{len(report.findings)} findings" if report.findings else "no damage"
             style = "red" if report.findings else "green"
-            lines.append(views.plain(f"{name}: {report.blocks} good blocks, {found}", style))
-            lines += [
-                views.plain(f"  {each.sentence} {each.key}".rstrip()) for each in report.findings
-            ]
+            unused = f", {report.unreached} of them in no entry" if report.unreached else ""
+            result = f"{report.blocks} good blocks{unused}, {found}"
+        lines.append(views.plain(f"{report.path.name}: {result}", style))
+        for each in report.findings:
+            lines.append(views.plain(f"  {each.sentence} {each.key}".rstrip()))
     if any(report.findings for report in reports):
         lines.append(
             views.plain("Repaired." if repaired else "Run it with --repair to repair this.")

@@ -17,19 +17,33 @@ SUFFIX = ".safetensors"
 TOKENS = "0.rekindle_tokens"  # key in the file's metadata; mlx_lm gives its metadata the prefix 0
 MAX_HEADER_BYTES = 32 << 20
 
+#: Kinds of names that the server accepts in place of a key.
+NAME_KINDS = ("project", "message_id", "session_id", "kv_cache_session_id")
+
 Json = dict[str, Any]
-
-
-class NoServer(RekindleError):
-    """No server answers, or it is not a Rekindle server."""
 
 
 class RequestRefused(RekindleError):
     """The server answered with an error."""
 
 
-class UnknownKey(RekindleError):
-    """No entry or several entries have a key with this prefix."""
+@contextmanager
+def connect(
+    base_url: str,
+    api_key: str | None,
+    timeout: httpx.Timeout,
+    transport: httpx.BaseTransport | None,
+) -> Iterator[httpx.Client]:
+    """Open a client. Raises RekindleError if no server answers at this URL."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with httpx.Client(headers=headers, timeout=timeout, transport=transport) as client:
+            yield client
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise RekindleError(
+            f"no server answers at {base_url} ({error}): start one with "
+            "`rekindle serve`, or give its URL with --base-url"
+        ) from None
 
 
 class CacheClient:
@@ -37,43 +51,22 @@ class CacheClient:
         self, base_url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
     ) -> None:
         self._base_url = base_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._api_key = api_key
         self._transport = transport
 
     def listing(self) -> Json:
         """Return all entries, which are read page by page."""
         first_page = "/cache?limit=1000"  # the server's maximum
-        page = self._send("GET", first_page)
+        page = self.send("GET", first_page)
         entries: list[Json] = page["entries"]
         while page.get("has_more"):
-            page = self._send("GET", f"{first_page}&after={quote(page['next'])}")
+            page = self.send("GET", f"{first_page}&after={quote(page['next'])}")
             entries += page["entries"]
         return {"entries": entries, "count": len(entries)}
 
-    def stats(self) -> Json:
-        return self._send("GET", "/cache/stats")
-
-    def entry(self, key: str) -> Json:
-        return self._send("GET", _path(key))
-
-    def pin(self, key: str) -> Json:
-        return self._send("POST", _path(key) + "/pin", {})
-
-    def unpin(self, key: str) -> Json:
-        return self._send("POST", _path(key) + "/unpin", {})
-
-    def remove(self, key: str) -> Json:
-        return self._send("DELETE", _path(key))
-
-    def collect(self) -> Json:
-        return self._send("POST", "/cache/gc", {})
-
-    def validate(self, request: Json) -> Json:
-        return self._send("POST", "/cache/validate", request)
-
-    def export(self, key: str, path: Path) -> int:
-        """Write the state of an entry into a file, and return its number of tokens."""
-        with self._request("GET", _path(key) + "/export") as answer:
+    def export(self, entry: str, path: Path) -> int:
+        """Write the state of the entry at this path into a file. Returns its number of tokens."""
+        with self._request("GET", entry + "/export") as answer:
             if not answer.is_success:
                 answer.read()
                 self._read(answer)
@@ -88,11 +81,9 @@ class CacheClient:
             return int(answer.headers.get("x-token-count", 0))
 
     def import_state(self, parts: Iterator[bytes], **query: str | None) -> Json:
-        """Upload the state in a file as a new entry."""
         given = {name: value for name, value in query.items() if value is not None}
-        with self._request("POST", "/cache/import", content=parts, params=given) as answer:
-            answer.read()
-            return self._read(answer)
+        headers = {"Content-Type": "application/octet-stream"}
+        return self.send("POST", "/cache/import", content=parts, params=given, headers=headers)
 
     def tokenize(self, prompt: str, model: str | None) -> list[int]:
         """Tokenise a prompt as mlx_lm.cache_prompt does."""
@@ -100,49 +91,58 @@ class CacheClient:
         message = {"role": "user", "content": prompt}
         chat = {"messages": [message], "continue_final_message": True, **known}
         try:
-            found = self._send("POST", "/tokenize", chat)
+            found = self.send("POST", "/tokenize", json=chat)
         except RequestRefused:  # the model has no chat template
-            found = self._send("POST", "/tokenize", {"prompt": prompt, **known})
+            found = self.send("POST", "/tokenize", json={"prompt": prompt, **known})
         tokens: list[int] = found["tokens"]
         return tokens
 
-    def find(self, prefix: str) -> Json:
-        """Return the only entry whose key has this prefix. Raises UnknownKey."""
+    def find(self, given: str) -> Json:
+        """Return the entry with this key or name, or the only one whose key begins like this.
+        Raises RekindleError."""
         entries: list[Json] = self.listing()["entries"]
-        found = [entry for entry in entries if entry["cache_key"].startswith(prefix)]
-        exact = [entry for entry in found if entry["cache_key"] == prefix]
-        match exact or found:
+        exact = [entry for entry in entries if entry["cache_key"] == given]
+        named = [entry for entry in entries if given in _names(entry)]
+        found = [entry for entry in entries if entry["cache_key"].startswith(given)]
+        match exact or named or found:
             case [only]:
                 return only
             case []:
-                raise UnknownKey(
-                    f"no cache key begins with {prefix!r}; `rekindle cache ls` lists them"
-                )
+                return self._unlisted(given)
             case several:
                 keys = ", ".join(entry["cache_key"] for entry in several)
-                raise UnknownKey(f"{prefix!r} matches several keys, type more of it: {keys}")
+                raise RekindleError(f"{given!r} matches several entries, give one key: {keys}")
 
-    def _send(self, method: str, path: str, body: Json | None = None) -> Json:
-        with self._request(method, path, json=body) as answer:
+    def _unlisted(self, name: str) -> Json:
+        """Return the entry of a project that the operator shares. Other tenants' lists lack it."""
+        try:
+            found = self.send("GET", entry_path(name))
+        except RequestRefused:
+            found = {}
+        if "cache_key" not in found:  # a path such as /cache/stats is not an entry
+            raise RekindleError(
+                f"no entry has the name {name!r} or a key that begins with it; "
+                "`rekindle cache ls` lists them"
+            )
+        return found
+
+    def path(self, given: str) -> str:
+        """Return the path of the entry with this key or name."""
+        return entry_path(self.find(given)["cache_key"])
+
+    def send(self, method: str, path: str, **options: Any) -> Json:
+        with self._request(method, path, **options) as answer:
             answer.read()
             return self._read(answer)
 
     @contextmanager
     def _request(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
-        headers, timeout = dict(self._headers), httpx.Timeout(120, connect=5)
-        if "content" in options:
-            headers["Content-Type"] = "application/octet-stream"
-        try:
-            with (
-                httpx.Client(timeout=timeout, transport=self._transport) as client,
-                client.stream(method, self._base_url + path, headers=headers, **options) as answer,
-            ):
-                yield answer
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NoServer(
-                f"no server answers at {self._base_url} ({error}): start one with "
-                "`rekindle serve`, or give its URL with --base-url"
-            ) from None
+        timeout = httpx.Timeout(120, connect=5)
+        with (
+            connect(self._base_url, self._api_key, timeout, self._transport) as client,
+            client.stream(method, self._base_url + path, **options) as answer,
+        ):
+            yield answer
 
     def _read(self, answer: httpx.Response) -> Json:
         try:
@@ -155,12 +155,18 @@ class CacheClient:
                 raise RequestRefused(message + hint)
             case dict() if answer.is_success:
                 return dict(content)
-        raise NoServer(
+        raise RekindleError(
             f"the server at {self._base_url} is not a Rekindle server, or an older version"
         )
 
 
-def _path(key: str) -> str:
+def _names(entry: Json) -> list[str]:
+    """The names of an entry that serve as its key."""
+    names = (each for each in entry["names"] if each["kind"] in NAME_KINDS)
+    return [each["name"] for each in names]
+
+
+def entry_path(key: str) -> str:
     return f"/cache/{quote(key, safe='')}"
 
 

@@ -13,8 +13,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
+from rekindle.cli.cache_client import connect
 from rekindle.errors import RekindleError
-from rekindle.event_stream import EventReader, EventTooLarge
+from rekindle.event_stream import EventReader
 
 GREETING = "Type a message. /help lists the commands, /exit (or Ctrl-D) ends the chat."
 HELP = """\
@@ -24,20 +25,12 @@ HELP = """\
 //word …        send a message that begins with /word"""
 
 
-class ChatFailed(RekindleError):
-    """The server cannot be reached, or it refused the request."""
-
-
 class PrefillProgress(NamedTuple):
-    """Progress of the prefill."""
-
     done_tokens: int
     prompt_tokens: int
 
 
 class Reasoning(NamedTuple):
-    """A piece of the model's reasoning."""
-
     text: str
 
 
@@ -50,8 +43,6 @@ class ToolCallText(NamedTuple):
 
 @dataclass(slots=True)
 class TurnCost:
-    """What one turn cost."""
-
     first_token_s: float | None = None
     usage: dict[str, Any] = field(default_factory=dict)
 
@@ -112,35 +103,26 @@ class Conversation:
             "prefill_progress": True,
             **self.options,
         }
-        headers = {"Authorization": f"Bearer {self.api_key}"}
         url = f"{self.base_url.rstrip('/')}/chat/completions"
-        try:
-            with (
-                httpx.Client(timeout=None, transport=self.transport) as client,
-                client.stream("POST", url, json=body, headers=headers) as response,
-            ):
-                if response.status_code != httpx.codes.OK:
-                    response.read()
-                    raise ChatFailed(_message(response))
-                yield from _parse(response.iter_bytes())
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ChatFailed(
-                f"no server answers at {self.base_url} ({error}): start one with "
-                "`rekindle serve`, or give its URL with --base-url"
-            ) from None
-        except EventTooLarge as error:
-            raise ChatFailed(str(error)) from None
+        with (
+            connect(self.base_url, self.api_key, httpx.Timeout(None), self.transport) as client,
+            client.stream("POST", url, json=body) as response,
+        ):
+            if response.status_code != httpx.codes.OK:
+                response.read()
+                raise RekindleError(_message(response))
+            yield from _parse(response.iter_bytes())
 
 
 def _parse(parts: Iterator[bytes]) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a stream. Raises ChatFailed if it ends without [DONE]."""
+    """Yield the chunks of a stream. Raises RekindleError if it ends without [DONE]."""
     reader = EventReader()
     for part in parts:
         for data in reader.feed(part):
             if data.strip() == "[DONE]":
                 return
             yield _chunk(data)
-    raise ChatFailed("the reply ended early, or this is not an OpenAI-compatible server")
+    raise RekindleError("the reply ended early, or this is not an OpenAI-compatible server")
 
 
 def _chunk(data: str) -> dict[str, Any]:
@@ -150,14 +132,15 @@ def _chunk(data: str) -> dict[str, Any]:
         chunk = None
     match chunk:
         case {"error": {"message": message}}:
-            raise ChatFailed(str(message))
+            raise RekindleError(str(message))
         case {"choices": [*choices]} if all(isinstance(each, dict) for each in choices):
             return dict(chunk)
-    raise ChatFailed(f"the server sent an event that is not a chat completion chunk: {data[:80]}")
+    raise RekindleError(
+        f"the server sent an event that is not a chat completion chunk: {data[:80]}"
+    )
 
 
 def _parts(chunk: dict[str, Any]) -> Iterator[Part]:
-    """Yield the parts of the reply in one chunk."""
     match chunk.get("prefill_progress"):
         case {"done_tokens": int(done), "prompt_tokens": int(total)}:
             yield PrefillProgress(done, total)
@@ -232,7 +215,7 @@ def _show(conversation: Conversation, text: str, console: Console) -> None:
                 screen.show(part)
         except KeyboardInterrupt:
             screen.note("\n[dim]stopped[/]")
-        except ChatFailed as error:
+        except RekindleError as error:
             screen.note(f"[bold red]error:[/] {escape(str(error))}")
 
 

@@ -63,7 +63,14 @@ class _Section(BaseModel):
 class PresetCache(_Section):
     warm_on_startup: bool = False
     pinned: bool = False
-    ttl: float | None = Field(default=1800, gt=0)
+    ttl: float | None = Field(default=1800, gt=0)  # None: never expires
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_pins(cls, raw: Any) -> Any:
+        """A pinned prompt never expires, unless it has a TTL."""
+        is_pinned = isinstance(raw, dict) and raw.get("pinned") is True
+        return {"ttl": None} | raw if is_pinned else raw
 
 
 class Preset(_Section):

@@ -64,8 +64,6 @@ _request_default = Setting("Replies", "Default of requests", flag=False)
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config(RuntimeSettings):
-    """All settings of a server."""
-
     model: Annotated[
         Names,
         _server("Catalogue name, GGUF file, MLX folder or org/repo[:quant]; repeatable", "smollm2"),
@@ -126,7 +124,8 @@ class Config(RuntimeSettings):
         Presets, _cache("Presets by name, which can be computed at startup", flag=False)
     ] = dataclasses.field(default_factory=dict)
     max_tokens: Annotated[
-        OptionalTokens, _replies("Default limit of a chat reply in tokens", "none")
+        OptionalTokens,
+        _replies("Default limit of a chat reply in tokens", "the model's own in the catalogue"),
     ] = None
     completion_max_tokens: Annotated[
         OptionalTokens, _replies("The same for /v1/completions; null in the file: none")
@@ -138,6 +137,9 @@ class Config(RuntimeSettings):
     top_p: Annotated[Probability, _request_default] = 0.9
     repetition_penalty: Annotated[Penalty, _request_default] = 1.0
     repetition_context_size: Annotated[Count, _request_default] = 20
+
+    #: The settings that the operator gave a value. It is not a setting itself.
+    given: frozenset[str] = frozenset()
 
     @property
     def runtime(self) -> RuntimeSettings:
@@ -164,8 +166,9 @@ def _declare() -> dict[str, Declaration]:
     types = get_type_hints(Config, include_extras=True)
     found = {}
     for field in dataclasses.fields(Config):
-        [setting] = (note for note in get_args(types[field.name]) if isinstance(note, Setting))
-        found[field.name] = Declaration(field.name, types[field.name], field.default, setting)
+        notes = [note for note in get_args(types[field.name]) if isinstance(note, Setting)]
+        for setting in notes:
+            found[field.name] = Declaration(field.name, types[field.name], field.default, setting)
     return found
 
 

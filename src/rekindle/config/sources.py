@@ -67,7 +67,7 @@ def load_config(
         name: value.expanduser() for name, value in vars(config).items() if isinstance(value, Path)
     }
     folders = tuple(folder.expanduser() for folder in config.media_folder)
-    return dataclasses.replace(config, media_folder=folders, **paths)
+    return dataclasses.replace(config, media_folder=folders, given=frozenset(merged), **paths)
 
 
 def _default_file(environment: Mapping[str, str]) -> Path | None:

