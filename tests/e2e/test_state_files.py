@@ -55,13 +55,15 @@ def test_mlx_lm_continues_from_state_that_a_server_exported(
     from mlx_lm.models.cache import load_prompt_cache
     from mlx_lm.utils import load_model
 
-    first = complete(server, PROMPT, return_cache_key=True)
+    first = complete(server, PROMPT, return_cache_key=True, session_id="anna's chat")
     path = tmp_path / "ours.safetensors"
+    assert cache(server, "export", "anna's chat", tmp_path / "named.safetensors").exit_code == 0
     result = cache(server, "export", first["x_cache"]["new_cache_key"], path)
     assert result.exit_code == 0, result.output
     caches, known = load_prompt_cache(str(path), return_metadata=True)
     tokens = json.loads(known["rekindle_tokens"])
     assert tokens[:90] == PROMPT
+    assert (tmp_path / "named.safetensors").read_bytes() == path.read_bytes()
     assert f"the state of {len(tokens)} tokens" in result.output.replace("\n", " ")
     model, _ = load_model(folder)
     alone = model(mx.array([[*tokens, 7, 8]]))[0, -1]

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.chat.grammar.test_trial import HANGS, OVERFLOWS
+from tests.chat.grammar.costly import HANGS, OVERFLOWS, SLOW_TO_LOCATE
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
 
@@ -102,6 +102,8 @@ COSTLY: list[dict[str, Any]] = [
     {"json_schema": {"allOf": [{"$ref": "#"}, {"$ref": "#"}]}},
     {"json_schema": {"type": "string", "pattern": "^(a+)+b$"}},
     {"json_schema": {"type": "string", "pattern": "x" * 200_000}},
+    {"json_schema": SLOW_TO_LOCATE},
+    {"json_schema": SLOW_TO_LOCATE},
 ]  # fmt: skip
 
 
@@ -113,6 +115,7 @@ def test_expensive_grammars_are_answered_in_time_and_delay_nobody(server: Server
         with server.client() as client:
             while not over.is_set():
                 assert ask(client, CHAT, max_tokens=2).is_success
+                assert client.post("/tokenize", json={"content": "Say"}).is_success
                 served += 1
 
     thread = threading.Thread(target=others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -46,6 +47,10 @@ class Shared:
         return httpx.Client(base_url=self.server.url, headers=headers, timeout=120)
 
     @property
+    def log(self) -> str:
+        return self.server.log.read_text()
+
+    @property
     def keys(self) -> Path:
         return self.folder / "keys"
 
@@ -60,7 +65,10 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
              "--admin-key", ROOT]  # fmt: skip
     for key in (ANNA, BERT, CARL):
         flags += ["--api-key", key]
-    with running(write_llama(folder / "tiny.gguf"), folder, *flags) as server:
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    where = {"TMPDIR": str(temporary)}
+    with running(write_llama(folder / "tiny.gguf"), folder, *flags, environment=where) as server:
         yield Shared(server, folder)
 
 
@@ -161,11 +169,14 @@ WAYS: tuple[Ask, ...] = (
 )
 
 
-def likeness(answer: httpx.Response) -> tuple[int, Json]:
-    """An answer without the parts that always differ: ids, times, the reply, and whether state is
-    still in the engine, which depends on other turns."""
+def likeness(answer: httpx.Response, names: Json) -> tuple[int, Json]:
+    """An answer without the parts that always differ: ids, times, the reply, the key that was sent,
+    and whether state is still in the engine, which depends on other turns."""
     body = answer.json()
-    body.get("x_cache", {}).pop("tier", None)
+    report = body.get("x_cache", {})
+    report.pop("tier", None)
+    if report.get("cache_key") == names["cache_key"]:
+        report["cache_key"] = "as sent"
     for name in ("id", "created", "choices", "timings"):
         body.pop(name, None)
     for name in ("prompt_eval_time", "first_token_time"):
@@ -188,8 +199,8 @@ def test_a_stolen_name_is_answered_like_an_invented_one(
     made_up = {"cache_key": "0" * 32, "session_id": "nobody's", "message_id": "msg_" + "0" * 24}
     before = anna.get(f"/v1/cache/{stolen['cache_key']}").json()
     for way in WAYS:
-        told = likeness(way(bert, messages, stolen))
-        assert told == likeness(way(carl, messages, made_up)), way.__name__
+        told = likeness(way(bert, messages, stolen), stolen)
+        assert told == likeness(way(carl, messages, made_up), made_up), way.__name__
         if way is by_key:
             assert told[1]["x_cache"]["reason"] == "cache_key_not_found"
             assert told[1]["x_cache"]["reused_tokens"] < len(PRIVATE), "of hers nothing is reused"
@@ -264,6 +275,45 @@ def test_a_shared_project_is_warm_for_all_tenants_and_none_can_remove_it(
         assert project["cache_key"] not in keys_of(client)
         gone = client.delete(f"/v1/cache/{project['cache_key']}")
         assert gone.status_code == httpx.codes.NOT_FOUND
+
+
+def test_a_shared_project_is_found_by_its_name_and_its_key_is_in_the_log(
+    shared: Shared, anna: httpx.Client, bert: httpx.Client, root: httpx.Client
+) -> None:
+    [logged] = re.findall(r"project shared is prepared: .*cache key (\w+)", shared.log)
+    for client in (anna, bert):
+        for name in ("shared", logged):
+            told = chat(client, conversation("Who is there?", COMMON), cache_key=name)["x_cache"]
+            assert (told["status"], told["reason"]) == ("hit", "full_match")
+            shown = client.get(f"/v1/cache/{name}").json()
+            assert shown["cache_key"] == logged
+            assert shown["names"] == [{"kind": "project", "name": "shared"}]
+            assert (shown["hit_count"], shown["last_used"]) == (0, shown["created_at"])
+        assert logged not in keys_of(client)
+    assert logged in keys_of(root)
+    assert root.get("/v1/cache/shared").json()["hit_count"] >= 4
+
+
+STATE = b"\x02\0\0\0\0\0\0\0{}"  # a safetensors file without tensors
+
+
+def test_an_engine_without_state_files_takes_none_and_gives_none(
+    shared: Shared, anna: httpx.Client
+) -> None:
+    told = chat(anna, conversation("Keep this here."), return_cache_key=True, session_id="kept")
+    headers = {"Content-Type": "application/octet-stream"}
+    for content in (STATE, b"junk", b"x" * (1 << 20)):
+        refused = anna.post("/v1/cache/import", content=content, headers=headers)
+        assert refused.status_code == httpx.codes.BAD_REQUEST, refused.text
+        assert "cannot be exported or imported" in refused.json()["error"]["message"]
+    for name in (told["x_cache"]["new_cache_key"], "kept"):
+        refused = anna.get(f"/v1/cache/{name}/export")
+        assert refused.status_code == httpx.codes.BAD_REQUEST
+        assert "cannot be exported or imported" in refused.json()["error"]["message"]
+    assert anna.get("/v1/cache/nobody/export").status_code == httpx.codes.NOT_FOUND
+    assert list((shared.folder / "temporary").iterdir()) == []
+    again = chat(anna, conversation("Keep this here."), session_id="kept")
+    assert again["x_cache"]["hit"]
 
 
 def test_logs_metrics_and_file_names_contain_no_prompts_names_or_keys(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rekindle.kvcache.disk.check import check
 from rekindle.kvcache.disk.folder import open_folder
-from tests.stress.diary import Diary, WitnessedHarness
+from tests.stress.diary import Diary, Promises, WitnessedHarness, document_of, items_of
 from tests.support.fake import FakeEngine
 from tests.support.harness import RuntimeHarness
 
@@ -38,6 +38,7 @@ def promises_are_kept(
     harness = WitnessedHarness(FakeEngine(), diary=diary, folder=folder, disk_bytes=disk_bytes)
     promises = diary.read()  # opening with a smaller budget may evict blocks
     assert promises.blocks.keys() <= {block.key.hex() for block in harness.store if block.stored}
+    documents_are_whole(harness, promises)
     known = {entry.key: entry.pinned for entry in harness.entries.of(None)}
     assert promises.entries <= known.keys()
     assert all(known[key] for key in promises.pinned)
@@ -53,6 +54,16 @@ def promises_are_kept(
     harness.close()
     left = [path.name for path in folder.rglob("*") if path.suffix == ".tmp"]
     assert left == []
+
+
+def documents_are_whole(harness: RuntimeHarness, promises: Promises) -> None:
+    """Every promised document is there, and no document is older, torn or of another key."""
+    found = {entry.key: entry.document for entry in harness.entries.of(None) if entry.document}
+    for key, document in found.items():
+        assert document == document_of(key, items_of(document)), f"{key} is torn"
+    for key, items in promises.documents.items():
+        assert key in found, f"{key} is lost"
+        assert items_of(found[key]) in items, f"{key} is an older one"
 
 
 def is_served(harness: RuntimeHarness, salt: bytes, tokens: list[int]) -> bool:

@@ -6,6 +6,7 @@ on disk, so every promise that is not revoked must be found on disk.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -22,6 +23,16 @@ from tests.stress.trouble import block_files_with
 from tests.support.harness import RuntimeHarness
 
 SALTS = (b"", b"other")
+
+
+def document_of(key: str, items: int) -> bytes:
+    """The only document with this key and number of items, in lines as the front stores it."""
+    lines = [f"item {number} of {key}: {'text ' * (number * 37 % 200)}" for number in range(items)]
+    return "\n".join([*lines, f"{items} items"]).encode()
+
+
+def items_of(document: bytes) -> int:
+    return document.count(b"\n")
 
 
 class Diary:
@@ -44,7 +55,8 @@ class Diary:
         with self._path.open("rb") as file:
             file.seek(self._read_bytes)
             for line in file:
-                self._promises.apply(json.loads(line))
+                with contextlib.suppress(json.JSONDecodeError):  # a kill tore the line
+                    self._promises.apply(json.loads(line))
             self._read_bytes = file.tell()
         return self._promises
 
@@ -62,6 +74,9 @@ class Promises:
     gone: set[str] = field(default_factory=set)  # blocks that a deletion removed
     leaving: set[str] = field(default_factory=set)  # blocks that are being removed
     errors: list[str] = field(default_factory=list)
+    # Documents by key, as the number of their items: the acknowledged one, and one being stored.
+    documents: dict[str, set[int]] = field(default_factory=dict)
+    stored_documents: int = 0  # answers to requests to store one
 
     def apply(self, line: dict[str, Any]) -> None:
         match line:
@@ -77,6 +92,12 @@ class Promises:
                 self.gone.discard(key)
             case {"error": text}:
                 self.errors.append(text)
+            case {"storing": key, "items": items}:
+                if key in self.documents:
+                    self.documents[key].add(items)
+            case {"document": key, "items": items}:
+                self.documents[key] = {items}
+                self.stored_documents += 1
             case {"done": what, "key": key}:
                 self._apply_answer(what, key)
             case _:
@@ -94,6 +115,7 @@ class Promises:
             case {"dropping": key}:
                 self.entries.discard(key)
                 self.pinned.discard(key)
+                self.documents.pop(key, None)
 
     def _apply_answer(self, what: str, key: str) -> None:
         self.answers += 1

@@ -45,7 +45,8 @@ class StorageHarness(RuntimeHarness):
             self.capabilities,
             self._events.put,
             self.log_lines.append,
-            on_remove=lambda entry: self.runtime.forget(entry),
+            on_remove=lambda entry: self.runtime.remove(entry),
+            on_forget=lambda entry: self.runtime.forget(entry),
         )
         self.take_storage(storage, idle_tokens=0)
         self.settle()

@@ -38,7 +38,7 @@ def test_any_failing_call_causes_one_warning_and_recovers(
     assert harness.stored_blocks == 0
     assert len(harness.warnings) == 1
     trouble.error = None
-    harness.storage.tick()
+    harness.tick()
     harness.flush()
     assert harness.disk_state == "ok"
     assert harness.stored_blocks
@@ -62,7 +62,7 @@ def test_after_a_failed_fsync_nothing_is_acknowledged_and_the_handle_is_not_retr
     assert isinstance(info, EntryInfo)
     assert info.stored_tokens == 0
     trouble.error = None
-    harness.storage.tick()
+    harness.tick()
     harness.flush()
     assert harness.stored_blocks
     assert most_fsyncs_of_a_file(trouble.log) == 1
@@ -91,7 +91,7 @@ def test_a_vanished_folder_causes_one_warning(tmp_path: Path) -> None:
     harness.flush()
     shutil.rmtree(tmp_path / "kv")
     for seed in range(2, 6):
-        harness.storage.tick()
+        harness.tick()
         harness.converse(seed)
         harness.flush()
     assert harness.disk_state == "failing"
@@ -123,7 +123,7 @@ def test_a_disk_counts_as_healthy_only_after_a_write(tmp_path: Path) -> None:
     harness.flush()
     assert harness.disk_state == "failing"
     trouble.gate.clear()  # the next write fails only after a while
-    harness.storage.tick()
+    harness.tick()
     assert harness.ask([*range(100, 120), 7]).finished.cache.tier == "disk"
     trouble.gate.set()
     harness.flush()

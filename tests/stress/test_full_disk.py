@@ -75,7 +75,7 @@ def test_a_full_disk_causes_one_warning_and_is_used_again_when_it_has_space(moun
     assert len(harness.warnings) == 1
     assert "full" in harness.warnings[0]
     other.unlink()
-    harness.storage.tick()
+    harness.tick()
     for seed in range(12, 15):
         harness.converse(seed)
     harness.flush()
@@ -92,7 +92,7 @@ def test_repeated_writes_to_a_full_disk_cause_one_warning(mount: Mount) -> None:
     harness.flush()
     fill(disk)
     for seed in range(2, 8):
-        harness.storage.tick()
+        harness.tick()
         harness.flush()
         harness.ask([*first.turn.tokens, seed])
         harness.converse(seed)

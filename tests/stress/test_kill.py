@@ -39,6 +39,8 @@ def test_acknowledged_state_survives_every_kill(tmp_path: Path) -> None:
     assert len(promises.blocks) > 20
     assert promises.entries
     assert promises.answers > 5
+    assert promises.stored_documents > 5
+    assert promises.documents
 
 
 @pytest.mark.long

@@ -141,6 +141,41 @@ def test_state_reported_as_stored_is_reused_after_a_kill(model: Path, tmp_path: 
     assert talk.reused_tokens >= stored
 
 
+def test_answered_documents_are_there_after_a_kill(model: Path, tmp_path: Path) -> None:
+    """The answer to a request that stores a response or an item says that it is on disk."""
+    asked = {"input": "Remember me.", "max_output_tokens": 16, "temperature": 0}
+    item = {"type": "message", "role": "user", "content": "First of all."}
+    with running(model, tmp_path, *flags(tmp_path)) as server:
+        conversation = post(server, "/v1/conversations", {"items": [item]})["id"]
+        first = post(server, "/v1/responses", {**asked, "conversation": conversation})
+        second = post(server, "/v1/responses", {**asked, "previous_response_id": first["id"]})
+        items = get(server, f"/v1/conversations/{conversation}/items")
+        kill_all(server)
+    with running(model, tmp_path, *flags(tmp_path)) as server:
+        assert len(items["data"]) == 3
+        assert get(server, f"/v1/conversations/{conversation}/items") == items
+        for response in (first, second):
+            assert get(server, f"/v1/responses/{response['id']}")["output"] == response["output"]
+        third = post(server, "/v1/responses", {**asked, "previous_response_id": second["id"]})
+        assert third["usage"]["input_tokens"] > second["usage"]["input_tokens"]
+
+
+def post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    with server.client() as client:
+        return _body(client.post(path, json=body))
+
+
+def get(server: Server, path: str) -> dict[str, Any]:
+    with server.client() as client:
+        return _body(client.get(path))
+
+
+def _body(response: httpx.Response) -> dict[str, Any]:
+    assert response.status_code == httpx.codes.OK, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
 def kill_all(server: Server) -> None:
     """Kill all processes, so that none can react to the death of another."""
     workers = server.worker_pids()

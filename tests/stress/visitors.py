@@ -5,15 +5,18 @@ They use a bounded set of conversations, so what they leave behind does not grow
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from io import BytesIO
 from random import Random
 from typing import Any
 
 import httpx
+from PIL import Image
 
 from tests.support.server import Server
 
@@ -31,6 +34,16 @@ TOOL = {
 }
 
 Json = dict[str, Any]
+Action = Callable[[httpx.Client], None]
+
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
+CONVERSATIONS = "/v1/conversations"
+EMBEDDER, RANKER = "bert", "rank"
+PICTURES = 12
+LEAST_OUTPUT_TOKENS = 16  # that the Responses API takes
+GONE = (httpx.codes.NOT_FOUND, httpx.codes.INSUFFICIENT_STORAGE)
+TEXT = {"type": "text", "text": "And what else?"}
+OLLAMA: Json = {"stream": False, "options": {"temperature": 0, "num_predict": REPLY_TOKENS}}
 
 
 class Unexpected(AssertionError):
@@ -46,12 +59,17 @@ class Visitor:
     chance: Random
     counts: Counter[str] = field(default_factory=Counter)
 
+    @property
+    def actions(self) -> list[Action]:
+        return [
+            self.chat, self.chat, self.stream, self.cancel, self.tools, self.form, self.complete,
+            self.look, self.change, self.prepare, self.quantise, self.see, self.embed, self.rank,
+            self.messages, self.ollama, self.respond, self.respond, self.converse, self.tokenise,
+        ]  # fmt: skip
+
     def visit(self, until_s: float) -> None:
         """Act until the deadline. Connections are closed on the way out."""
-        actions: list[Callable[[httpx.Client], None]] = [
-            self.chat, self.chat, self.stream, self.cancel, self.tools, self.form, self.complete,
-            self.look, self.change, self.prepare,
-        ]  # fmt: skip
+        actions = self.actions
         headers = {"Authorization": f"Bearer {self.key}"}
         with httpx.Client(base_url=self.server.url, headers=headers, timeout=TIMEOUT_S) as client:
             while time.monotonic() < until_s:
@@ -63,12 +81,12 @@ class Visitor:
         """Hold a conversation, starting with its first turn."""
         body = self._body()
         for number in range(self.chance.randint(1, MOST_TURNS)):
-            message = self._post(client, "/v1/chat/completions", body)["choices"][0]["message"]
+            message = self._post(client, CHAT, body)["choices"][0]["message"]
             body["messages"] += [message, {"role": "user", "content": f"And then, {number}?"}]
 
     def stream(self, client: httpx.Client) -> None:
         body = {**self._body(), "stream": True}
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        with client.stream("POST", CHAT, json=body) as response:
             lines = [line for line in response.iter_lines() if line]
         if response.status_code != httpx.codes.OK or lines[-1] != "data: [DONE]":
             raise Unexpected(f"a stream ended with {response.status_code}: {lines[-1:]}")
@@ -77,7 +95,7 @@ class Visitor:
         """Hang up in the middle of a reply."""
         body = {**self._body(), "stream": True, "max_tokens": 200}
         left = self.chance.randint(0, 5)
-        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        with client.stream("POST", CHAT, json=body) as response:
             for _ in response.iter_lines():
                 left -= 1
                 if left < 0:
@@ -86,12 +104,12 @@ class Visitor:
     def tools(self, client: httpx.Client) -> None:
         choice = self.chance.choice(["auto", "required", "none"])
         body = {**self._body(), "tools": [TOOL], "tool_choice": choice}
-        self._post(client, "/v1/chat/completions", body)
+        self._post(client, CHAT, body)
 
     def form(self, client: httpx.Client) -> None:
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
         form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
-        self._post(client, "/v1/chat/completions", {**self._body(), "response_format": form})
+        self._post(client, CHAT, {**self._body(), "response_format": form})
 
     def complete(self, client: httpx.Client) -> None:
         body = {"prompt": self._topic(), "max_tokens": REPLY_TOKENS, "temperature": 0}
@@ -119,6 +137,127 @@ class Visitor:
         path = "/v1/cache/prepare"
         response = client.post(path, json=body)
         self._check(response, path, httpx.codes.INSUFFICIENT_STORAGE, httpx.codes.CONFLICT)
+
+    def quantise(self, client: httpx.Client) -> None:
+        """Hold a conversation whose state is stored with fewer bits, from some token on."""
+        start = self.chance.choice([0, 64])
+        bits = {"kv_bits": self.chance.choice([4, 8]), "kv_quantization_start": start}
+        body = {**self._body(), **bits}
+        message = self._post(client, CHAT, body)["choices"][0]["message"]
+        body["messages"] += [message, {"role": "user", "content": "And then?"}]
+        self._post(client, CHAT, body)
+
+    def see(self, client: httpx.Client) -> None:
+        """Ask about one of a few pictures, in a dialect by chance."""
+        kind, data = "image/png", self._picture()
+        url, text = f"data:{kind};base64,{data}", self._topic()
+        match self.chance.randrange(4):
+            case 0:
+                part: Json = {"type": "image_url", "image_url": {"url": url}}
+                asked = [{"role": "user", "content": [part, {"type": "text", "text": text}]}]
+                self._post(client, CHAT, {**self._body(), "messages": asked})
+            case 1:
+                source = {"type": "base64", "media_type": kind, "data": data}
+                self._message(client, [{"type": "image", "source": source}])
+            case 2:
+                message = {"role": "user", "content": text, "images": [data]}
+                self._post(client, "/api/chat", {**OLLAMA, "messages": [message]})
+            case _:
+                part = {"type": "input_image", "image_url": url}
+                self._response(client, input=[{"role": "user", "content": [part]}], store=False)
+
+    def embed(self, client: httpx.Client) -> None:
+        texts = [self._topic() for _ in range(self.chance.randint(1, 3))]
+        if self.chance.random() < 0.5:
+            found = self._post(client, "/v1/embeddings", {"model": EMBEDDER, "input": texts})
+            count = len(found["data"])
+        else:
+            found = self._post(client, "/api/embed", {"model": EMBEDDER, "input": texts})
+            count = len(found["embeddings"])
+        if count != len(texts):
+            raise Unexpected(f"{count} vectors of {len(texts)} texts")
+
+    def rank(self, client: httpx.Client) -> None:
+        documents = [self._topic() for _ in range(3)]
+        self._post(
+            client, "/v1/rerank", {"model": RANKER, "query": "topic?", "documents": documents}
+        )
+
+    def messages(self, client: httpx.Client) -> None:
+        """Anthropic's dialect, streamed or not."""
+        text = {"type": "text", "text": self._topic(), "cache_control": {"type": "ephemeral"}}
+        if self.chance.random() < 0.5:
+            self._message(client, [text])
+            return
+        with client.stream("POST", MESSAGES, json=self._of_message([text], stream=True)) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        if stream.status_code != httpx.codes.OK or "message_stop" not in lines[-1]:
+            raise Unexpected(f"a stream ended with {stream.status_code}: {lines[-1:]}")
+
+    def ollama(self, client: httpx.Client) -> None:
+        if self.chance.random() < 0.5:
+            message = {"role": "user", "content": self._topic()}
+            self._post(client, "/api/chat", {**OLLAMA, "messages": [message]})
+            return
+        body = {**OLLAMA, "prompt": self._topic(), "stream": True}
+        with client.stream("POST", "/api/generate", json=body) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        if stream.status_code != httpx.codes.OK or '"done":true' not in lines[-1]:
+            raise Unexpected(f"a stream ended with {stream.status_code}: {lines[-1:]}")
+
+    def respond(self, client: httpx.Client) -> None:
+        """Continue a stored response a few times. Some are read again, and some deleted."""
+        last = self._response(client, input=self._topic())
+        for number in range(self.chance.randrange(MOST_TURNS)):
+            body = self._of_response(input=f"And {number}?", previous_response_id=last["id"])
+            answer = self._check(client.post(RESPONSES, json=body), RESPONSES, *GONE)
+            if answer.status_code in GONE:  # others needed its room
+                return
+            last = answer.json()
+        path = f"{RESPONSES}/{last['id']}"
+        for suffix in ("", "/input_items"):
+            self._check(client.get(path + suffix), path, *GONE)
+        if self.chance.random() < 0.3:
+            self._check(client.delete(path), path, *GONE)
+
+    def converse(self, client: httpx.Client) -> None:
+        """Begin a conversation object, answer in it, list its items and delete it mostly."""
+        item = {"type": "message", "role": "user", "content": self._topic()}
+        created = client.post(CONVERSATIONS, json={"items": [item]})
+        self._check(created, CONVERSATIONS, httpx.codes.INSUFFICIENT_STORAGE)
+        if not created.is_success:
+            return
+        path = f"{CONVERSATIONS}/{created.json()['id']}"
+        body = self._of_response(input="And then?", conversation=created.json()["id"])
+        self._check(client.post(RESPONSES, json=body), RESPONSES, *GONE)
+        self._check(client.get(f"{path}/items"), path, *GONE)
+        if self.chance.random() < 0.8:
+            self._check(client.delete(path), path, *GONE)
+
+    def tokenise(self, client: httpx.Client) -> None:
+        self._post(client, "/v1/tokenize", {"content": self._topic()})
+        self._post(client, f"{MESSAGES}/count_tokens", self._of_message([TEXT]))
+
+    def _message(self, client: httpx.Client, content: list[Json]) -> None:
+        self._post(client, MESSAGES, self._of_message(content))
+
+    @staticmethod
+    def _of_message(content: list[Json], **more: Any) -> Json:
+        asked = [{"role": "user", "content": [*content, TEXT]}]
+        return {"model": "default", "messages": asked, "max_tokens": REPLY_TOKENS, **more}
+
+    def _response(self, client: httpx.Client, **fields: Any) -> Json:
+        return self._post(client, RESPONSES, self._of_response(**fields))
+
+    @staticmethod
+    def _of_response(**fields: Any) -> Json:
+        return {"max_output_tokens": LEAST_OUTPUT_TOKENS, "temperature": 0, **fields}
+
+    def _picture(self) -> str:
+        """One of a few pictures, as a file in base64."""
+        file = BytesIO()
+        Image.new("RGB", (40, 30), (self.chance.randrange(PICTURES), 90, 90)).save(file, "PNG")
+        return base64.b64encode(file.getvalue()).decode()
 
     def _topic(self) -> str:
         return f"Tell me of topic {self.chance.randrange(TOPICS)}. " * 6

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -22,14 +23,22 @@ from typing import Any
 
 from rekindle.errors import NoRoomForPins
 from rekindle.kvcache.disk.files import SYSTEM, Calls
-from rekindle.protocol.admin import DeleteEntry, EntryInfo, PinEntry, Removed
+from rekindle.protocol.admin import (
+    DeleteEntry,
+    DocumentStored,
+    EntryInfo,
+    PinEntry,
+    Removed,
+    StoreDocument,
+)
 from rekindle.protocol.requests import Names
-from tests.stress.diary import SALTS, Diary, WitnessedHarness
+from tests.stress.diary import SALTS, Diary, WitnessedHarness, document_of, items_of
 from tests.support.fake import FakeEngine
 
 ROOT = Path(__file__).parents[2]
 PREFIXES = 6
 MOST_TOKENS = 200
+DOCUMENT_KINDS = ("resp_", "conv_")
 POLL_S = 0.05
 LEAST_STEPS = 3  # limit of a round on a slow machine
 
@@ -69,6 +78,8 @@ class Load:
         elif what < 0.63:
             assert self._harness.disk is not None
             self._harness.disk.back_up({})
+        elif what < 0.85:
+            self._store_document()
 
     def _turn(self) -> None:
         salt, tokens = self._pick()
@@ -105,6 +116,31 @@ class Load:
             what = "unpin" if entry.pinned else "pin"
             self._harness.diary.write(**{f"{what}ning": key})
             self._ask(what, PinEntry(key, pinned=not entry.pinned), salt)
+
+    def _store_document(self) -> None:
+        """Store a response, begin a conversation, or add items to either."""
+        documents = [(salt, key) for salt, key in self._keys if key.startswith(DOCUMENT_KINDS)]
+        if documents and self._chance.random() < 0.6:
+            salt, key = self._chance.choice(documents)
+        else:
+            salt = self._chance.choice(SALTS)
+            # No two rounds use the same key, even if they have the same seed.
+            key = f"{self._chance.choice(DOCUMENT_KINDS)}{secrets.token_hex(8)}"
+            if key.startswith("resp_"):
+                self._harness.ask(self._some_tokens(), salt=salt, names=Names(entry_key=key))
+            self._keys.append((salt, key))
+        entry = self._harness.entries.by_key(self._harness.namespace(salt), key)
+        if entry is None and (salt, key) in documents:
+            return  # it was deleted
+        before = items_of(entry.document) if entry else 0
+        items = before + self._chance.randrange(1, 6)
+        self._harness.diary.write(storing=key, items=items)
+        op = StoreDocument(key=key, content=document_of(key, items))
+        answer = self._harness.administer(op, salt=salt)
+        assert isinstance(answer, DocumentStored)
+        assert answer.kept
+        assert answer.durable
+        self._harness.diary.write(document=key, items=items)
 
     def _ask(self, what: str, op: DeleteEntry | PinEntry, salt: bytes) -> None:
         """Ask for a change, and record that it was answered."""

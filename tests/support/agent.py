@@ -68,7 +68,7 @@ class Agent:
             sampling=SamplingParams(temperature=0),
             **{"tools": self._tools, "max_tokens": None, **ask},
         )
-        reply = self.harness.take_turn(self.harness.pipeline.encode(request))
+        reply = self.harness.take_turn(self.harness.encode_one(request))
         self.harness.run(reply)
         self.replies.append(reply)
         return reply

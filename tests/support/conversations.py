@@ -109,7 +109,7 @@ class Conversations(RuntimeHarness):
             max_tokens=None,
             **fields,
         )
-        turn = self.pipeline.encode(request)
+        turn = self.encode_one(request)
         self.pipeline.find(turn)
         return turn
 
@@ -127,7 +127,8 @@ class Conversations(RuntimeHarness):
 
         Returns the assistant message. Text that was cut off was sampled but not sent.
         """
-        turn.tokens.extend(self.letters.sampled(raw + cut_off))
+        for token in self.letters.sampled(raw + cut_off):
+            turn.tokens.append(token)
         turn.output._raw.append(raw)
         message = turn.output.message
         if reasoning:

@@ -19,6 +19,7 @@ from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.image_files import PictureFiles
 from rekindle.kvcache.entries.entries import Entries
 from rekindle.kvcache.entries.entry import Clock, Entry
+from rekindle.kvcache.entries.retention import EntryLimits
 from rekindle.kvcache.store import Store
 from rekindle.kvcache.tiers.base import Tier
 from rekindle.kvcache.tiers.disk import DiskTier
@@ -170,7 +171,15 @@ class RuntimeHarness:
             on_stall=lambda tier, answers: self.log_lines.append(reads_line(tier, answers)),
         )
         clock = clock or Clock()
-        entries = Entries(store, clock, disk.journal if disk else None, on_remove=self._forget)
+        layout = self.capabilities.kv_layout
+        entries = Entries(
+            store,
+            clock,
+            disk.journal if disk else None,
+            EntryLimits(64 << 20, layout.token_bytes, layout.checkpoint_bytes),
+            on_remove=self._remove,
+            on_forget=self._forget,
+        )
         return Storage(
             settings,
             store,
@@ -181,6 +190,14 @@ class RuntimeHarness:
             log=self.log_lines.append,
             pictures=self.pictures,
         )
+
+    def tick(self) -> None:
+        """Do all of the storage's upkeep."""
+        for _ in self.storage.upkeep():
+            pass
+
+    def _remove(self, entry: Entry) -> None:
+        self.runtime.remove(entry)
 
     def _forget(self, entry: Entry) -> None:
         self.runtime.forget(entry)
@@ -207,9 +224,9 @@ class RuntimeHarness:
             self.memory.advance()
         with contextlib.suppress(Empty):
             while True:
-                self.storage.on_event(
-                    self._events.get(timeout=PATIENCE_S) if wait else self._events.get_nowait()
-                )
+                event = self._events.get(timeout=PATIENCE_S) if wait else self._events.get_nowait()
+                for _ in self.storage.on_event(event) or ():
+                    pass
                 wait = False
 
     def flush(self) -> None:
@@ -257,6 +274,11 @@ class RuntimeHarness:
     def take(self, encoded: EncodedRequest) -> Reply:
         return self.take_turn(self.pipeline.begin(encoded, Stopwatch()))
 
+    def encode_one(self, request: GenerateRequest) -> Turn:
+        """Encode a request for a single choice."""
+        [turn] = self.pipeline.encode_choices(request, Stopwatch())
+        return turn
+
     def take_turn(self, turn: Turn) -> Reply:
         self.pipeline.find(turn)
         reply = self.replies[turn.id] = Reply(turn)
@@ -292,7 +314,7 @@ class RuntimeHarness:
         asked = GenerateRequest(
             turn=next(self._ids), prompt=text, **{"sampling": GREEDY, "max_tokens": 8, **request}
         )
-        reply = self.take_turn(self.pipeline.encode(asked))
+        reply = self.take_turn(self.encode_one(asked))
         self.run(reply)
         return reply
 
@@ -306,7 +328,7 @@ class RuntimeHarness:
             pictures=list(pictures),
             **{"sampling": GREEDY, "max_tokens": 8, **request},
         )
-        return self.take_turn(self.pipeline.encode(asked))
+        return self.take_turn(self.encode_one(asked))
 
     def ask_chat(
         self, messages: list[dict[str, Any]], pictures: Seq[Picture] = (), **request: Any

@@ -35,10 +35,20 @@ class Server:
 
     def worker_pids(self) -> list[int]:
         """The pids of the runtimes, which are children of the server."""
+        return self._child_pids("rekindle.runtime.main")
+
+    def decoder_pids(self) -> list[int]:
+        """The pids of the children that decode pictures. They start with the first picture."""
+        return self._child_pids("rekindle.media.decoder_main")
+
+    def _child_pids(self, module: str) -> list[int]:
         listed = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
         )
-        return [int(pid) for pid in listed.stdout.split()]
+        lines = listed.stdout.splitlines()
+        return [int(line.split()[0]) for line in lines if module in line]
 
 
 def _engine_of(model: Path) -> dict[str, str]:

@@ -1,0 +1,37 @@
+"""Tests which interpreters `make pythons` uses."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tools import pythons
+
+
+def test_it_knows_every_python_that_the_project_supports() -> None:
+    project = tomllib.loads((pythons.ROOT / "pyproject.toml").read_text())["project"]
+    first, last = (part.strip("<>=") for part in project["requires-python"].split(","))
+    minors = range(int(first.split(".")[1]), int(last.split(".")[1]))
+    assert tuple(f"3.{minor}" for minor in minors) == pythons.SUPPORTED
+
+
+def test_an_interpreter_of_pyenv_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = tmp_path / "versions" / "3.12.9" / "bin" / "python"
+    interpreter.parent.mkdir(parents=True)
+    interpreter.touch()
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert str(interpreter) in pythons.candidates("3.12")
+    assert str(interpreter) not in pythons.candidates("3.13")
+
+
+def test_only_an_interpreter_that_runs_and_has_the_version_works(tmp_path: Path) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shim = tmp_path / "python"
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    assert pythons.works(sys.executable, version)
+    assert not pythons.works(sys.executable, "3.99")
+    assert not pythons.works(str(shim), version)
