@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 WORKERS ?= 2  # parallel test processes; the tests of a file run in one process
 
-.PHONY: install serve test stress check audit fmt lock bench trace clients
+.PHONY: install serve test pythons stress check audit fmt lock bench trace clients
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -21,6 +21,9 @@ serve: install          ## serve the default model on http://127.0.0.1:8080
 
 test: install           ## run all tests, also with the real model; random and repeated tests in their short form
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+pythons: install        ## run the tests of files and memory with every other supported Python that is found
+	$(BIN)/python tools/pythons.py
 
 stress: install         ## run random and repeated tests in their long form
 	LONG_TESTS=1 $(BIN)/python -m pytest -m long -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
