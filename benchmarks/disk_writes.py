@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
+from rekindle.kvcache.eviction.hit_density import HitDensity
+from rekindle.kvcache.eviction.policy import HitDensityRanking
 
 Requests = list[list[bytes]]
 

@@ -26,8 +26,8 @@ from typing import Protocol
 import disk_writes
 from blake3 import blake3
 
-from rekindle.kvcache.eviction.hit_density import HitDensity, HitDensityRanking
-from rekindle.kvcache.eviction.policy import Evictor, LruRanking
+from rekindle.kvcache.eviction.hit_density import HitDensity
+from rekindle.kvcache.eviction.policy import Evictor, HitDensityRanking, LruRanking
 
 TRACE_BLOCK_TOKENS = 512
 TOKENS = [500_000, 1_000_000, 3_000_000, 5_000_000, 10_000_000]

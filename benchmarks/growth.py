@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from served_growth import concurrent_turns, conversation
-from stored_growth import blocks, chain_depth, tenants
+from stored_growth import blocks, chain_depth, entries, tenants
 
 from rekindle.bench.results import write_json
 from rekindle.models.progress import task_bars
@@ -46,6 +46,7 @@ ROWS = {
     ),
     "blocks": Row("stored blocks", blocks, (1_000, 10_000, 100_000, 1_000_000), (1_000, 100_000)),
     "depth": Row("blocks in one chain", chain_depth, (1_000, 10_000, 100_000), (1_000, 10_000)),
+    "entries": Row("remembered conversations", entries, (1_000, 10_000, 80_000), (1_000, 10_000)),
     "tenants": Row("tenants", tenants, (1, 10, 100, 1_000, 10_000), (1, 100, 1_000)),
     "turns": Row("concurrent turns", concurrent_turns, (1, 4, 16, 64, 256), (1, 8, 32)),
 }

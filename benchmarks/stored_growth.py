@@ -13,7 +13,7 @@ from statistics import median
 from typing import ParamSpec, TypeVar
 
 from rekindle.http.auth import Keys
-from rekindle.kvcache.block import WriteBack, chain_key
+from rekindle.kvcache.block import PrefixHandle, WriteBack, chain_key
 from rekindle.kvcache.disk.files import Calls
 from rekindle.kvcache.entries.entries import Draft
 from rekindle.protocol.admin import GetStats
@@ -110,6 +110,34 @@ def tenants(count: int, folder: Path) -> dict[str, float]:
     return {
         "eviction_s": _eviction_s(harness),
         "authentication_s": _median_s(lambda: keys.caller(header), REPEATS),
+    }
+
+
+def entries(count: int, folder: Path) -> dict[str, float]:
+    """Measure this many remembered conversations with a lifetime when their memory is full: the end
+    of one more turn, a collection that finds nothing, and the check of a pin."""
+    harness = _open()
+    namespace, known = harness.namespace(), harness.entries
+    numbers = iter(range(count + 10 * REPEATS))
+
+    def remember(pinned: bool = False) -> None:
+        number = next(numbers)
+        tokens = Tokens.of([number, number >> 16, 7])
+        text = b"%d" % number
+        known.remember(
+            Draft(namespace=namespace, tokens=tokens, text=text, ttl_s=1e6, pinned=pinned)
+        )
+
+    known.budget.limit_bytes = PLENTY
+    for number in range(count):
+        remember(pinned=number % 10 == 0)
+    known.budget.limit_bytes = known.retention.used_bytes
+    handle = PrefixHandle(namespace, Tokens.of([1, 2, 3]))
+    pins = harness.runtime.admin.sessions.pins
+    return {
+        "remembering_s": _median_s(remember, REPEATS),
+        "collection_s": _median_s(lambda: known.collect(), REPEATS),
+        "pin_check_s": _median_s(lambda: pins.check(handle, 0), REPEATS),
     }
 
 
