@@ -178,7 +178,11 @@ class RuntimeSettings:
         Count, _engine("Length in tokens above which the KV cache is quantised")
     ] = 5000
     threads: Annotated[
-        OptionalThreads, _engine("CPU threads", f"one per core, at most {THREADS_LIMIT}")
+        OptionalThreads,
+        _engine(
+            "CPU threads at most; fewer compute while other programs use cores",
+            f"one per core, at most {THREADS_LIMIT}",
+        ),
     ] = None
     gpu_layers: Annotated[
         OptionalCount, _engine("Number of layers on the GPU", "all, if there is a GPU")

@@ -11,6 +11,7 @@ from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows
 from rekindle.engine.llamacpp.bert import CALL_TOKENS, Bert, open_bert, packed
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.llamacpp.step_threads import OtherPrograms, StepThreads
 from rekindle.errors import EngineBroken, ModelError
 
 SEQUENCES = 64  # inputs of one native call
@@ -50,6 +51,10 @@ class EmbeddingContext:
                 f"llama.cpp could not build a context of {self._rows} tokens; lower --max-model-len"
             )
         self._memory = self._library.llama_get_memory(native)  # None if the model is not causal
+        set_threads = self._library.llama_set_n_threads
+        self._step_threads = StepThreads(
+            self._threads, lambda n: set_threads(native, n, n), OtherPrograms().idle_cores
+        )
         return int(native)
 
     def pooled(self, inputs: Seq[Seq[int]]) -> Matrix:
@@ -64,11 +69,13 @@ class EmbeddingContext:
     def _compute(self, inputs: Seq[Seq[int]]) -> None:
         rows = [BatchRows(slot, 0, tokens, True) for slot, tokens in enumerate(inputs)]
         batch, _ = self._batch.fill(rows, all_wanted=True)
+        self._step_threads.begin(batch.n_tokens, is_prefill=True)
         if self._memory:
             self._library.llama_memory_clear(self._memory, False)
             status = self._library.llama_decode(self._native, batch)
         else:
             status = self._library.llama_encode(self._native, batch)
+        self._step_threads.end()
         if status != bindings.DECODE_OK:
             self.close()
             self._native = self._build()
