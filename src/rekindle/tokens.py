@@ -7,9 +7,12 @@ have equal ids, so comparing, hashing and storing need no special case (decision
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -264,3 +267,22 @@ def common_length(one: Sequence[object], other: Sequence[object]) -> int:
     """Number of leading items that are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """A pattern for the longest of these texts that begins at a place."""
+    return _any_of_sorted(sorted(set(texts)))
+
+
+def _any_of_sorted(texts: list[str]) -> str:
+    """A trie, because a vocabulary has thousands of texts."""
+    if not texts:
+        return r"(?!)"
+    if len(texts) == 1:
+        return re.escape(texts[0])
+    shared = common_length(texts[0], texts[-1])  # sorted: a prefix of both ends is shared by all
+    rests = [text[shared:] for text in texts]
+    groups = groupby(filter(None, rests), itemgetter(0))
+    branches = [_any_of_sorted(list(group)) for _, group in groups]
+    optional = "?" if "" in rests else ""
+    return f"{re.escape(texts[0][:shared])}(?:{'|'.join(branches)}){optional}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +27,24 @@ TOKENS = [
 ]
 
 
-def write_sentencepiece_gguf(path: Path, *, space_in_front: bool) -> Path:
-    """Write only the vocabulary, without a model."""
+def write_sentencepiece_gguf(
+    path: Path, *, space_in_front: bool, name: str = "tiny", user_defined: Sequence[str] = ()
+) -> Path:
+    """Write only the vocabulary, without a model. llama.cpp gives special tokens other attributes
+    if the name is that of some models."""
     kind = gguf.TokenType
+    tokens = [*TOKENS, *user_defined]
     kinds = [kind.UNKNOWN, *[kind.CONTROL] * len(CONTROL), *[kind.BYTE] * 256]
-    kinds += [kind.NORMAL] * (len(TOKENS) - len(kinds))
+    kinds += [kind.NORMAL] * (len(TOKENS) - len(kinds)) + [kind.USER_DEFINED] * len(user_defined)
     writer: Any = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name(name)
     for name in ("context_length", "embedding_length", "block_count", "feed_forward_length"):
         writer.add_uint32(f"llama.{name}", 32)
     writer.add_uint32("llama.attention.head_count", 1)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
     writer.add_tokenizer_model("llama")
-    writer.add_token_list([text.encode() for text in TOKENS])
-    writer.add_token_scores([-float(place) for place in range(len(TOKENS))])
+    writer.add_token_list([text.encode() for text in tokens])
+    writer.add_token_scores([-float(place) for place in range(len(tokens))])
     writer.add_token_types(kinds)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)

@@ -11,13 +11,11 @@ import re
 import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from itertools import groupby
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import depth_exceeds
-from rekindle.tokens import common_length
+from rekindle.tokens import any_of
 
 OPEN, CLOSE = b"\xff", b"\xfe"
 PICTURE, PICTURE_END = b"\xfd", b"\xfc"
@@ -40,9 +38,9 @@ class TextSpan(NamedTuple):
 
 class ControlTexts:
     def __init__(self, texts: Iterable[str]) -> None:
-        known = sorted({text for text in texts if text})
-        self._whole = re.compile(_any_of(known))
-        self._first = re.compile(_any_of(sorted({text[0] for text in known})))
+        known = {text for text in texts if text}
+        self._whole = re.compile(any_of(known))
+        self._first = re.compile(any_of({text[0] for text in known}))
         self._beginnings = {text[:length] for text in known for length in range(1, len(text))}
         self._longest = max(map(len, known), default=0)
 
@@ -218,16 +216,3 @@ def unescape(escaped: bytes) -> bytes:
 
 def _is_open(escaped: bytes, at: int) -> bool:
     return escaped.rfind(OPEN, 0, at) > escaped.rfind(CLOSE, 0, at)
-
-
-def _any_of(texts: list[str]) -> str:
-    """A pattern for the longest of the sorted `texts`, as a trie: a vocabulary has thousands."""
-    if not texts:
-        return r"(?!)"
-    if len(texts) == 1:
-        return re.escape(texts[0])
-    shared = common_length(texts[0], texts[-1])  # sorted: a prefix of both ends is shared by all
-    rests = [text[shared:] for text in texts]
-    branches = [_any_of(list(group)) for _, group in groupby(filter(None, rests), itemgetter(0))]
-    optional = "?" if "" in rests else ""
-    return f"{re.escape(texts[0][:shared])}(?:{'|'.join(branches)}){optional}"

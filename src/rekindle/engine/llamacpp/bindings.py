@@ -40,7 +40,9 @@ MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 
 FLASH_ATTENTION_ENABLED = 1
 DECODE_OK, DECODE_NO_ROOM = 0, 1
-TOKEN_CONTROL = 1 << 3
+#: llama_token_attr
+TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER_DEFINED = 1 << 0, 1 << 3, 1 << 4
+TOKEN_STRIPS_BEFORE, TOKEN_STRIPS_AFTER = 1 << 7, 1 << 8
 #: LLAMA_STATE_SEQ_FLAGS: all, only recurrent state, all with the cells kept on the device
 WHOLE_STATE, PARTIAL_STATE, STATE_ON_DEVICE = 0, 1, 2
 STATE_HEADER_BYTES = 8  # magic and sequence id, before the state of a sequence

@@ -3,13 +3,61 @@
 from __future__ import annotations
 
 import ctypes
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from rekindle.engine.llamacpp import bindings
 from rekindle.errors import BadRequest
+from rekindle.tokens import any_of
 
 NO_TOKEN = -1
+LARGE_CHARACTERS = 16 << 10  # a text that llama.cpp splits at special tokens within 0.1 s
+MAX_SPECIAL_TOKENS = 500_000  # in a text; the text between two of them takes up to 0.1 ms
+BLANKS = " \t\n\v\f\r"  # what C's `isspace` accepts
+
+
+@dataclass(frozen=True, slots=True)
+class _SpecialTokens:
+    """The tokens at whose texts a text is split before it is tokenized.
+
+    llama.cpp splits a text too, but the time grows with the square of the number of special tokens:
+    two million characters of them take minutes, and nothing can interrupt it. Where two of their
+    texts overlap, this takes the first one, llama.cpp the longer one.
+    """
+
+    pattern: re.Pattern[str]
+    ids: Mapping[str, int]
+    strip_before: frozenset[int]  # they remove blanks before them
+    strip_after: frozenset[int]
+
+    @classmethod
+    def of(cls, attributes: Mapping[int, int], texts: Mapping[int, str]) -> _SpecialTokens:
+        """`attributes` are llama.cpp's, by token."""
+
+        def having(flag: int) -> frozenset[int]:
+            return frozenset(token for token in texts if attributes[token] & flag)
+
+        return cls(
+            pattern=re.compile(any_of(texts.values())),
+            ids={text: token for token, text in texts.items()},
+            strip_before=having(bindings.TOKEN_STRIPS_BEFORE),
+            strip_after=having(bindings.TOKEN_STRIPS_AFTER),
+        )
+
+    def split(self, text: str) -> Iterator[str | int]:
+        """The special tokens in a text, and the text between them."""
+        at, last = 0, NO_TOKEN
+        for match in self.pattern.finditer(text):
+            token = self.ids[match[0]]
+            between = text[at : match.start()]
+            between = between.lstrip(BLANKS) if last in self.strip_after else between
+            yield between.rstrip(BLANKS) if token in self.strip_before else between
+            yield token
+            at, last = match.end(), token
+        yield text[at:].lstrip(BLANKS) if last in self.strip_after else text[at:]
 
 
 class LlamaTokenizer:
@@ -54,10 +102,47 @@ class LlamaTokenizer:
         raw: bytes = self._library.llama_vocab_get_text(self._vocab, token)
         return raw.decode(errors="replace")
 
+    @cached_property
+    def _special_tokens(self) -> tuple[_SpecialTokens, _SpecialTokens]:
+        """Those of any text, and those of a text whose author may write control tokens."""
+        read = self._library.llama_vocab_get_attr
+        attributes = {token: int(read(self._vocab, token)) for token in range(self.size)}
+
+        control = bindings.TOKEN_CONTROL | bindings.TOKEN_UNKNOWN
+        found = {
+            token: text
+            for token, attribute in attributes.items()
+            if attribute & (control | bindings.TOKEN_USER_DEFINED)
+            # A replacement character stands for bytes that no text has.
+            if (text := self.text(token)) and "\ufffd" not in text
+        }
+        plain = {token: text for token, text in found.items() if not attributes[token] & control}
+        return _SpecialTokens.of(attributes, plain), _SpecialTokens.of(attributes, found)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the model wants before and after a text."""
+        text, whole = self._encode("a", special=False), self._encode("a", add_special=True)
+        at = next(at for at in range(len(whole)) if whole[at : at + len(text)] == text)
+        return whole[:at], whole[at + len(text) :]
+
     def encode(self, text: str, *, special: bool, add_special: bool = False) -> list[int]:
         """Tokenize a text. `add_special` adds the tokens that the model wants around it."""
         if not self._has_text:
             raise BadRequest("this model has no tokenizer; send token ids", param="prompt")
+        if len(text) <= LARGE_CHARACTERS:
+            return self._encode(text, special=special, add_special=add_special)
+        before, after = self._around if add_special else ([], [])
+        ids = list(before)
+        for number, part in enumerate(self._special_tokens[special].split(text)):
+            if number > 2 * MAX_SPECIAL_TOKENS:
+                raise BadRequest(
+                    f"the text has more than {MAX_SPECIAL_TOKENS} special tokens: send it in parts"
+                )
+            ids += [part] if isinstance(part, int) else self._encode(part) if part else []
+        return [*ids, *after]
+
+    def _encode(self, text: str, *, special: bool = False, add_special: bool = False) -> list[int]:
         raw = text.encode("utf-8", errors="replace")  # a lone surrogate has no UTF-8 form
         room = len(raw) + 8  # at most one token per byte, plus added ones
         tokens = (ctypes.c_int32 * room)()
