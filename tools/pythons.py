@@ -7,7 +7,6 @@ Each Python gets its own environment in `build/pythons`, installed from the lock
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,17 +19,23 @@ UV = str(Path(sys.executable).with_name("uv"))
 
 
 def candidates(version: str) -> Iterator[str]:
-    """Yield the interpreters of a version on the path and in pyenv's folder."""
-    if found := shutil.which(f"python{version}"):
-        yield found
+    """Yield the interpreters of a version in all folders of the path and in pyenv's folder.
+
+    The first one on the path may be a shim of pyenv, which runs nothing, before one that works.
+    """
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    yield from (str(Path(folder, f"python{version}")) for folder in folders if folder)
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     yield from map(str, sorted(pyenv.glob(f"versions/{version}.*/bin/python")))
 
 
 def works(python: str, version: str) -> bool:
-    """Whether an interpreter runs and has this version. A shim of pyenv may do neither."""
+    """Whether an interpreter is there, runs and has this version."""
     code = "import sys, venv; print('%d.%d' % sys.version_info[:2])"
-    answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    try:
+        answer = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+    except OSError:  # it is missing, or no program of this machine
+        return False
     return answer.returncode == 0 and answer.stdout.strip() == version
 
 

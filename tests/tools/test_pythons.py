@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tomllib
 from pathlib import Path
@@ -27,6 +28,23 @@ def test_an_interpreter_of_pyenv_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(interpreter) not in pythons.candidates("3.13")
 
 
+def test_an_interpreter_on_the_path_is_found_behind_a_shim_that_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    shim, interpreter = (tmp_path / folder / f"python{version}" for folder in ("shims", "bin"))
+    for path in (shim, interpreter):
+        path.parent.mkdir()
+    shim.write_text("#!/bin/sh\nexit 127\n")
+    shim.chmod(0o755)
+    interpreter.symlink_to(sys.executable)
+    folders = (tmp_path / "empty", shim.parent, interpreter.parent)
+    monkeypatch.setenv("PATH", os.pathsep.join(map(str, folders)))
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    working = [each for each in pythons.candidates(version) if pythons.works(each, version)]
+    assert working == [str(interpreter)]
+
+
 def test_only_an_interpreter_that_runs_and_has_the_version_works(tmp_path: Path) -> None:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     shim = tmp_path / "python"
@@ -34,4 +52,7 @@ def test_only_an_interpreter_that_runs_and_has_the_version_works(tmp_path: Path)
     shim.chmod(0o755)
     assert pythons.works(sys.executable, version)
     assert not pythons.works(sys.executable, "3.99")
+    assert not pythons.works(str(shim), version)
+    assert not pythons.works(str(tmp_path / "missing"), version)
+    shim.write_bytes(b"\0\0 not a program of this machine")
     assert not pythons.works(str(shim), version)
