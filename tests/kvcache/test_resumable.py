@@ -221,6 +221,28 @@ def test_deleting_the_only_conversation_leaves_nothing(cache: DiskStore) -> None
     assert not len(cache.store)
 
 
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_block_that_loses_its_last_user_is_kept_while_conversations_are_being_loaded(
+    cache: DiskStore, is_loading: bool
+) -> None:
+    """The conversation that needs it may be attached after all blocks are loaded."""
+    conversations = cache.store.conversations
+    if is_loading:
+        conversations.begin_loading()
+    cache.put(LONG[:4])
+    turn = cache.attach(LONG[:2])
+    cache.put(LONG[:2], resumable=True)  # the turn ends here now
+    assert turn.block is not None
+    assert turn.block.stop == 2
+    assert {block.stop for block in cache.store} == ({2, 4} if is_loading else {2})
+    if is_loading:
+        loaded = cache.attach(LONG[:4])
+        conversations.end_loading()
+        assert {block.stop for block in cache.store} == {2, 4}
+        conversations.release(loaded)
+        assert {block.stop for block in cache.store} == {2}
+
+
 # -- the disk --------------------------------------------------------------------------------------
 
 

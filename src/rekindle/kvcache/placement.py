@@ -36,6 +36,7 @@ class TieredTree:
         self.tree = tree
         self.tiers = Tiers(tiers)
         self.counts = StoreCounts()
+        self.is_loading = False  # conversations that need a block may be missing still
 
     def knows(self, block: Block) -> bool:
         return self.tree.get(block.key) is block
@@ -73,7 +74,8 @@ class TieredTree:
         """Find the last block again for conversations that may end in or below a new block.
 
         So far they end above it, or in a tail that it covers. If the block has a checkpoint, they
-        may also end in a longer sibling. A sibling that no conversation uses any more is removed.
+        may also end in a longer sibling. A sibling that no conversation uses any more is removed,
+        unless it is not known yet which conversations there are.
         """
         above = block.parent
         assert above is not None
@@ -84,7 +86,7 @@ class TieredTree:
         for handle in (*above.handles.along(block.tokens), *beside):
             self.tree.place(handle, above)
         for sibling in longer:
-            if not self.tree.is_reached(sibling):
+            if not (self.is_loading or self.tree.is_reached(sibling)):
                 self.drop(sibling)
 
     def remove(self, block: Block) -> None:

@@ -301,11 +301,12 @@ class Conversations:
     def begin_loading(self) -> None:
         """Free nothing until all blocks and their conversations are here. Before that it is not
         known which blocks are still needed."""
-        self._released = []
+        self._released, self._tiered.is_loading = [], True
 
     def end_loading(self) -> None:
         """Free what was released in the meantime."""
         released, self._released = self._released or [], None
+        self._tiered.is_loading = False
         for handle in released:
             self.attach(handle)
             self.release(handle)
