@@ -40,7 +40,7 @@ from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
 from rekindle.front import docs, metrics
-from rekindle.front.docs import EVERY_OPERATION, DocumentedApp
+from rekindle.front.openapi import EVERY_OPERATION, DocumentedApp
 from rekindle.http.auth import KeyFile, Keys
 from rekindle.http.body import VALIDATORS, open_validators
 from rekindle.http.middleware import Drain, RequestMiddleware

@@ -1,4 +1,4 @@
-"""Serves the pages for people, GET / and GET /docs, and completes the OpenAPI document.
+"""Serves the pages for people, GET / and GET /docs.
 
 The pages contain no scripts and load nothing. Their style is inline, and the content security
 policy allows it by its hash.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jinja2
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from rekindle.api.base.models import models_of
-from rekindle.http.responses import ERRORS, JsonResponse
+from rekindle.front.openapi import BOUNDS, REF, Schema, by_section, forms_of, refs
+from rekindle.http.responses import JsonResponse
 from rekindle.version import __version__
 
-EVERY_OPERATION = (400, 401, 404, 421, 429, 431, 500, 503)  # error statuses
 LINKS = {
     "docs": "/docs",
     "openapi": "/openapi.json",
@@ -32,22 +33,22 @@ LINKS = {
 }
 #: How the page writes the limits in a JSON schema.
 LIMIT_TEXTS = {
-    "minimum": "from {}",
-    "exclusiveMinimum": "above {}",
-    "maximum": "up to {}",
-    "exclusiveMaximum": "below {}",
+    "minimum": "from {:,}",
+    "exclusiveMinimum": "above {:,}",
+    "maximum": "up to {:,}",
+    "exclusiveMaximum": "below {:,}",
     "minLength": "at least {} characters",
-    "maxLength": "at most {} characters",
+    "maxLength": "at most {:,} characters",
     "minItems": "at least {} items",
-    "maxItems": "at most {} items",
+    "maxItems": "at most {:,} items",
 }
+NOT_EMPTY = ("minLength", "minItems")  # a bound of 1 has a shorter text
+UNBOUNDED = 1 << 53  # a larger bound is the range of a data type, which tells a reader nothing
 
 #: Escapes all values except the style, which is ours.
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("rekindle.front"), autoescape=True, trim_blocks=True
 )
-
-Schema = Mapping[str, Any]
 
 router = APIRouter(tags=["pages"], include_in_schema=False)
 
@@ -74,8 +75,15 @@ async def show_index(request: Request) -> Response:
 def show_docs(request: Request) -> Response:
     """Show the API reference. Not a coroutine, so FastAPI runs it in a thread: it takes long."""
     document = request.app.openapi()
-    functions = {"parameters": _parameters, "fields": _fields, "refs": _refs}
-    return _page("docs.html", document=document, sections=_by_tag(document), **functions)
+    return _page(
+        "docs.html",
+        document=document,
+        sections=by_section(document),
+        parameters_of=parameters_of,
+        fields_of=fields_of,
+        forms_of=forms_of,
+        refs=refs,
+    )
 
 
 def _page(template: str, **values: Any) -> Response:
@@ -92,41 +100,6 @@ def _page(template: str, **values: Any) -> Response:
     )
 
 
-class DocumentedApp(FastAPI):
-    """Adds the errors and the API keys to FastAPI's OpenAPI document."""
-
-    def openapi(self) -> dict[str, Any]:
-        if self.openapi_schema is None:
-            self.openapi_schema = _completed(super().openapi())
-        return self.openapi_schema
-
-
-def _completed(document: dict[str, Any]) -> dict[str, Any]:
-    schemes = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    }
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            answers = operation["responses"]
-            # FastAPI documents 422, but here an invalid request is a 400 in the dialect's shape.
-            failures = {int(status) for status in answers if status not in ("200", "422")}
-            failures |= {408, 413, 415} if method == "post" else set()
-            [shape] = (content["schema"] for content in answers["400"]["content"].values())
-            content = {"application/json": {"schema": shape}}
-            operation["responses"] = {"200": answers["200"]} | {
-                str(status): {"description": ERRORS[status], "content": content}
-                for status in sorted(failures)
-            }
-            keys: list[dict[str, list[str]]] = [{name: []} for name in schemes]
-            operation["security"] = [] if path == "/health" else [*keys, {}]
-    components = document["components"]
-    for name in ("HTTPValidationError", "ValidationError"):  # only 422 refers to them
-        components["schemas"].pop(name, None)
-    components["securitySchemes"] = schemes
-    return document
-
-
 class DocumentedField(NamedTuple):
     """A parameter of an operation, or a field of an object."""
 
@@ -134,27 +107,35 @@ class DocumentedField(NamedTuple):
     type: str
     types: list[str]  # the names of the types that it refers to
     required: bool
-    notes: str
+    limits: str
+    default: Any  # None: there is none
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        """The description of the type, split so that the names of types can be links."""
+        names = "|".join(map(re.escape, self.types))
+        return re.split(rf"\b({names})\b", self.type) if names else [self.type]
+
+    @property
+    def notes(self) -> str:
+        """The limits and the default."""
+        default = f"default {json.dumps(self.default)}" if self.default is not None else ""
+        return "; ".join(filter(None, [self.limits, default]))
 
 
-def _by_tag(document: Schema) -> dict[str, list[tuple[str, str, Schema]]]:
-    """Group the operations of an OpenAPI document by their tag, each with method and path."""
-    found: dict[str, list[tuple[str, str, Schema]]] = {}
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            tag = (operation.get("tags") or ["other"])[0]
-            found.setdefault(tag, []).append((method.upper(), path, operation))
-    return found
-
-
-def _parameters(operation: Schema) -> list[DocumentedField]:
+def parameters_of(operation: Schema) -> list[DocumentedField]:
     return [
-        _field(each["name"], each.get("schema", {}), required=each.get("required", False))
+        _field(
+            each["name"],
+            {"description": each.get("description", ""), **each.get("schema", {})},
+            required=each.get("required", False),
+        )
         for each in operation.get("parameters", ())
     ]
 
 
-def _fields(schema: Schema) -> list[DocumentedField]:
+def fields_of(schema: Schema) -> list[DocumentedField]:
     required = schema.get("required", ())
     return [
         _field(name, each, required=name in required)
@@ -163,16 +144,20 @@ def _fields(schema: Schema) -> list[DocumentedField]:
 
 
 def _field(name: str, schema: Schema, *, required: bool) -> DocumentedField:
-    notes = [schema["description"]] if "description" in schema else []
-    notes += dict.fromkeys(_limits(schema))
-    if schema.get("default") is not None:
-        notes.append(f"default {json.dumps(schema['default'])}")
-    return DocumentedField(name, _type(schema), list(_refs(schema)), required, "; ".join(notes))
+    return DocumentedField(
+        name,
+        type=_type(schema),
+        types=list(dict.fromkeys(refs(schema))),
+        required=required,
+        limits="; ".join(dict.fromkeys(_limits(schema))),
+        default=schema.get("default"),
+        text=schema.get("description", ""),
+    )
 
 
 def _type(schema: Schema) -> str:
     if "$ref" in schema:
-        return _name(schema["$ref"])
+        return str(schema["$ref"]).removeprefix(REF)
     if "const" in schema or "enum" in schema:
         return " or ".join(json.dumps(each) for each in schema.get("enum", [schema.get("const")]))
     if forms := schema.get("anyOf") or schema.get("oneOf"):
@@ -184,22 +169,12 @@ def _type(schema: Schema) -> str:
 
 def _limits(schema: Schema) -> Iterator[str]:
     for key, text in LIMIT_TEXTS.items():
-        if key in schema:
-            yield text.format(schema[key])
+        limit = schema.get(key)
+        if limit is None or (key in BOUNDS and abs(limit) >= UNBOUNDED):
+            continue
+        if limit == 1 and key in NOT_EMPTY:
+            yield "not empty"
+        else:
+            yield text.format(limit)
     for form in schema.get("anyOf", ()):
         yield from _limits(form)
-
-
-def _refs(schema: Schema) -> Iterator[str]:
-    for key, value in schema.items():
-        if key == "$ref":
-            yield _name(value)
-        elif isinstance(value, dict):
-            yield from _refs(value)
-        elif isinstance(value, list):
-            for each in value:
-                yield from _refs(each) if isinstance(each, dict) else ()
-
-
-def _name(ref: str) -> str:
-    return ref.rpartition("/")[2]

@@ -88,7 +88,9 @@ class SamplingFields(CommonSampling):
 
     top_k: TopK | None = None
     min_p: float | None = Field(None, ge=0, le=1)
-    typical_p: float | None = Field(None, gt=0, le=1, description="1 keeps all tokens")
+    typical_p: float | None = Field(
+        None, gt=0, le=1, description="Locally typical sampling. 1 is off."
+    )
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     repetition_context_size: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)

@@ -77,7 +77,7 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
     max_tokens: TokenLimit | None = None
     n_predict: TokenLimit | None = Field(None, description="llama.cpp: alias of `max_tokens`")
     min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = Field(
-        None, description="vLLM: the reply does not end before"
+        None, description="vLLM: least number of tokens to generate"
     )
     stop: Stop | None = None
     stop_token_ids: StopTokens | None = Field(
@@ -89,7 +89,9 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
     truncate_prompt_tokens: TokenLimit | None = Field(
         None, description="vLLM: use only the last tokens of the prompt; -1 for as many as fit"
     )
-    dry_multiplier: float | None = Field(None, ge=0, le=100, description="llama.cpp: 0 is off")
+    dry_multiplier: float | None = Field(
+        None, ge=0, le=100, description="llama.cpp: strength of the DRY penalty; 0 is off"
+    )
     dry_base: float | None = Field(None, ge=1, le=100)
     dry_allowed_length: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
     dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKENS), WHOLE] | None = None

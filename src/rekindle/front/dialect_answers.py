@@ -1,0 +1,180 @@
+"""Describes the answers of Anthropic's and Ollama's APIs, and lists those of all operations."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from rekindle.front.openai_answers import (
+    ChatCompletion,
+    Deleted,
+    DetokenizedText,
+    EmbeddingList,
+    Health,
+    InputTokens,
+    ItemList,
+    Model,
+    ModelList,
+    Props,
+    RankedDocuments,
+    RenderedPrompt,
+    Response,
+    ResponseInputTokens,
+    StoredConversation,
+    StoredItem,
+    TextCompletion,
+    TokenList,
+    TokenWithLogprob,
+    XCache,
+)
+
+# -- Anthropic's Messages -------------------------------------------------------------------------
+
+
+class CacheCreation(TypedDict):
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
+class ThinkingTokens(TypedDict):
+    thinking_tokens: int
+
+
+class MessageUsage(TypedDict):
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
+    service_tier: str
+    output_tokens: int
+    output_tokens_details: ThinkingTokens
+
+
+class MessageAnswer(TypedDict):
+    """The answer of /v1/messages. A stream sends it as Anthropic's events."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+    stop_sequence: str | None
+    usage: MessageUsage
+    diagnostics: dict[str, Any] | None
+    x_cache: XCache
+
+
+# -- Ollama ---------------------------------------------------------------------------------------
+
+
+class OllamaAnswer(TypedDict):
+    model: str
+    created_at: str
+    done: bool
+    done_reason: NotRequired[str]
+    logprobs: NotRequired[list[TokenWithLogprob]]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+    prompt_eval_duration: NotRequired[int]
+    eval_count: NotRequired[int]
+    eval_duration: NotRequired[int]
+    x_cache: NotRequired[XCache]
+
+
+class OllamaAnsweredMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+
+
+class OllamaChat(OllamaAnswer):
+    """The answer of /api/chat with `stream: false`. A stream ends with a line of this form."""
+
+    message: OllamaAnsweredMessage
+
+
+class OllamaGeneration(OllamaAnswer):
+    """The answer of /api/generate with `stream: false`. A stream ends with a line of this form."""
+
+    response: str
+    thinking: NotRequired[str]
+    context: NotRequired[list[int]]
+
+
+class OllamaVersion(TypedDict):
+    version: str
+
+
+class OllamaModels(TypedDict):
+    models: list[dict[str, Any]]
+
+
+class OllamaModel(TypedDict):
+    """A model, as Ollama describes it."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: dict[str, Any]
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaEmbeddings(TypedDict):
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(TypedDict):
+    embedding: list[float]
+
+
+class OllamaStatus(TypedDict):
+    status: str
+
+
+#: The body of an answer with status 200, by operation.
+ANSWERS: dict[str, Any] = {
+    "POST /v1/chat/completions": ChatCompletion,
+    "POST /v1/completions": TextCompletion,
+    "POST /v1/embeddings": EmbeddingList,
+    "POST /v1/rerank": RankedDocuments,
+    "POST /v1/responses": Response,
+    "GET /v1/responses/{response_id}": Response,
+    "POST /v1/responses/{response_id}/cancel": Response,
+    "DELETE /v1/responses/{response_id}": Deleted,
+    "GET /v1/responses/{response_id}/input_items": ItemList,
+    "POST /v1/responses/input_tokens": ResponseInputTokens,
+    "POST /v1/conversations": StoredConversation,
+    "GET /v1/conversations/{conversation_id}": StoredConversation,
+    "POST /v1/conversations/{conversation_id}": StoredConversation,
+    "DELETE /v1/conversations/{conversation_id}": Deleted,
+    "POST /v1/conversations/{conversation_id}/items": ItemList,
+    "GET /v1/conversations/{conversation_id}/items": ItemList,
+    "GET /v1/conversations/{conversation_id}/items/{item_id}": StoredItem,
+    "DELETE /v1/conversations/{conversation_id}/items/{item_id}": StoredConversation,
+    "POST /v1/messages": MessageAnswer,
+    "POST /v1/messages/count_tokens": InputTokens,
+    "POST /api/chat": OllamaChat,
+    "POST /api/generate": OllamaGeneration,
+    "GET /api/version": OllamaVersion,
+    "GET /api/tags": OllamaModels,
+    "GET /api/ps": OllamaModels,
+    "POST /api/show": OllamaModel,
+    "POST /api/embed": OllamaEmbeddings,
+    "POST /api/embeddings": OllamaEmbedding,
+    "POST /api/pull": OllamaStatus,
+    "GET /v1/models": ModelList,
+    "GET /v1/models/{model}": Model,
+    "GET /health": Health,
+    "GET /props": Props,
+    "POST /v1/tokenize": TokenList,
+    "POST /v1/detokenize": DetokenizedText,
+    "POST /v1/apply-template": RenderedPrompt,
+}
