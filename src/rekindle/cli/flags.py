@@ -32,9 +32,9 @@ def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(declared: Declaration) -> inspect.Parameter:
     """Make the flag of a setting. Its default is None, which means that it was not given."""
     option = typer.Option(
-        _spelling(declared),
+        spelling(declared),
         help=declared.setting.help,
-        show_default=_shown_default(declared) or False,
+        show_default=shown_default(declared) or False,
         rich_help_panel=declared.setting.group,
     )
     return inspect.Parameter(
@@ -45,14 +45,14 @@ def _parameter(declared: Declaration) -> inspect.Parameter:
     )
 
 
-def _spelling(declared: Declaration) -> str:
+def spelling(declared: Declaration) -> str:
     """Spell the flag. A switch that may be on by default gets a --no- variant."""
     flag = declared.name.replace("_", "-")
     switch = declared.default is True or (declared.default is None and _kind(declared) is bool)
     return f"--{flag}/--no-{flag}" if switch else f"--{flag}"
 
 
-def _shown_default(declared: Declaration) -> str:
+def shown_default(declared: Declaration) -> str:
     default = declared.default
     if declared.setting.default is not None:
         return declared.setting.default
