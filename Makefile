@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 WORKERS ?= 2  # parallel test processes; the tests of a file run in one process
 
-.PHONY: install serve test pythons stress check audit fmt lock bench trace clients
+.PHONY: install serve test pythons stress check audit fmt lock bench trace clients docs
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -50,6 +50,11 @@ bench: install          ## measure Rekindle and llama.cpp's own server
 
 trace: install          ## print the modules that take part in one plain chat turn; ARGS=--list names them
 	$(BIN)/python tools/turn_trace.py $(ARGS)
+
+docs: install           ## write the generated pages, and build the documentation site with checked links
+	$(BIN)/python -m tools.reference.pages
+	$(BIN)/sphinx-build -q -W --keep-going -c tools/site -d build/doctrees . build/docs
+	@echo "The site is in build/docs/index.html"
 
 clients: install        ## run third-party clients against a server; needs npm and a network
 	mkdir -p build/clients && cp tools/clients/package.json build/clients
