@@ -64,7 +64,7 @@ def running(
     model: Path, folder: Path, *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Server]:
     """Run `rekindle serve` until the block ends. It is ready to answer."""
-    port = _free_port()
+    port = free_port()
     log = folder / "server.log"
     command = [sys.executable, "-m", "rekindle.cli.main", "serve"]
     if "--cache-dir" not in flags:
@@ -101,7 +101,7 @@ def _await_health(server: Server) -> None:
     raise RuntimeError(f"the server did not come up: {server.log.read_text()}")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
