@@ -31,6 +31,9 @@ MAX_FILES_ON_THE_FIRST_DAY = 40
 
 PATH = re.compile(r"`([\w./-]+\.(?:py|c|md|yaml))`")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\(([^)#:]*)#([^)]+)\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PLACEHOLDER = re.compile(r"[A-Z]{3}|rekindle\.yaml")  # NAME.py stands for any name
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -57,6 +60,23 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
 def test_every_link_leads_to_a_file(page: Path) -> None:
     links = LINK.findall(page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pages
+def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
+    links = ANCHOR.findall(page.read_text())
+    wrong = [
+        f"{link}#{anchor}"
+        for link, anchor in links
+        if anchor not in anchors(page.parent / link if link else page)
+    ]
+    assert wrong == []
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that a code host gives to the headings of a page."""
+    headings = HEADING.findall(FENCED.sub("", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_architecture_tells_a_request_in_at_most_twelve_numbered_steps() -> None:
