@@ -14,11 +14,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 FOLDER_LINK = re.compile(r"(?<=\]\()([\w./-]+)(?=\))")
 REDIRECT = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={}">\n'
-#: The navigation. A page that is not in it ends the build.
+#: The navigation. All other pages of docs/ are for users and come first.
 CONTENTS = {
-    "Use": "cache agents clients embeddings pictures ollama migrate mlx gpu",
-    "Reference": "settings api python metrics errors",
-    "Contribute": "/CONTRIBUTING architecture extending benchmarks decisions/README /CHANGELOG",
+    "Reference": ["docs/settings", "docs/api", "docs/python", "docs/metrics", "docs/errors"],
+    "Contribute": [
+        *("CONTRIBUTING", "docs/architecture", "docs/extending", "docs/benchmarks"),
+        *("docs/decisions/README", "GPU benchmarks </benchmarks/gpu/README>", "CHANGELOG"),
+    ],
 }
 
 project = "Rekindle"
@@ -68,16 +70,11 @@ def _on_read(app: Any, page: str, source: list[str]) -> None:
 
 
 def _contents() -> list[str]:
-    pages = {title: names.split() for title, names in CONTENTS.items()}
-    places = {
-        title: [name if name.startswith("/") else f"docs/{name}" for name in names]
-        for title, names in pages.items()
-    }
-    listed = {name.lstrip("/") for names in places.values() for name in names}
-    others = sorted(f"docs/{page.stem}" for page in (ROOT / "docs").glob("*.md"))
-    places["More"] = [name for name in others if name not in listed]
-    places["Contribute"].append("GPU benchmarks </benchmarks/gpu/README>")
-    return [_toctree(title, names) for title, names in places.items() if names]
+    """The tables of contents behind the navigation."""
+    listed = {name for names in CONTENTS.values() for name in names}
+    pages = sorted(f"docs/{page.stem}" for page in (ROOT / "docs").glob("*.md"))
+    use = [name for name in pages if name not in listed]
+    return [_toctree(title, names) for title, names in {"Use": use, **CONTENTS}.items()]
 
 
 def _toctree(title: str, names: list[str]) -> str:
