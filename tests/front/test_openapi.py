@@ -127,6 +127,9 @@ def test_every_reason_and_status_is_explained() -> None:
 
 def test_names_and_limits_show_no_trace_of_the_generator(document: dict[str, Any]) -> None:
     assert [name for name in document["components"]["schemas"] if "__" in name] == []
+    ids = [operation["operationId"] for _, _, operation in operations(document)]
+    assert len(ids) == len(set(ids))
+    assert [name for name in ids if "__" in name] == []
     page = Front().get("/docs").text
     for leftover in ("rekindle__", "e+18", "at least 1 "):
         assert leftover not in page

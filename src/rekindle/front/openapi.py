@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
@@ -70,6 +71,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             operation["responses"] = _answers(method, operation["responses"])
+            operation["operationId"] = "_".join([method, *re.findall(r"\w+", path)])
             operation["security"] = [] if path == "/health" else [*({key: []} for key in KEYS), {}]
     components = document["components"]
     components["securitySchemes"] = KEYS
