@@ -55,9 +55,9 @@ class _NoModels(ServedModels):
 
 def _x_cache(document: Schema) -> Iterator[str]:
     types = document["components"]["schemas"]
-    yield _fields(fields_of(types["XCache"]))
+    yield _fields(fields_of(types["XCache"]), marks_required=False)
     yield "`diverged_at` has these fields:"
-    yield _fields(fields_of(types["Divergence"]))
+    yield _fields(fields_of(types["Divergence"]), marks_required=False)
     yield "### Values of `status`"
     statuses = texts()["statuses"].items()
     yield table(("status", "meaning"), ((code(name), text) for name, text in statuses))
@@ -83,11 +83,11 @@ def _operation(document: Schema, operation: Schema, shown: set[str]) -> Iterator
         types = document["components"]["schemas"]
         [form] = forms_of(types[name])
         yield f"{what}: {code(name)}"
-        yield _fields(fields_of(form))
+        yield _fields(fields_of(form), marks_required=what == "Request")
         inner = _inner(types, name, shown) if what == "Answer" else ()
         for each in inner:
             yield f"{code(each)} in it:"
-            yield _fields(fields_of(types[each]))
+            yield _fields(fields_of(types[each]), marks_required=False)
 
 
 def _inner(types: Schema, name: str, shown: set[str]) -> Iterator[str]:
@@ -104,12 +104,15 @@ def _answer(operation: Schema) -> Schema:
     return found
 
 
-def _fields(fields: list[DocumentedField], what: str = "field") -> str:
-    return table((what, "type", "meaning"), map(_row, fields))
+def _fields(
+    fields: list[DocumentedField], what: str = "field", *, marks_required: bool = True
+) -> str:
+    rows = (_row(field, is_marked=marks_required and field.required) for field in fields)
+    return table((what, "type", "meaning"), rows)
 
 
-def _row(field: DocumentedField) -> tuple[str, str, str]:
-    name = code(field.name) + (", required" if field.required else "")
+def _row(field: DocumentedField, *, is_marked: bool) -> tuple[str, str, str]:
+    name = code(field.name) + (", required" if is_marked else "")
     notes = f" ({field.notes})" if field.notes else ""
     kind = field.type if field.required else field.type.removesuffix(" or null")
     return name, kind, sentence(field.text) + notes

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, is_typeddict
 
 import msgspec
 import yaml
@@ -120,12 +120,17 @@ def _short_name(name: str) -> str:
 
 def _add_answers(document: dict[str, Any]) -> None:
     """Add the types of the answers that the dialects build themselves."""
+    from rekindle.front import dialect_answers, openai_answers
     from rekindle.front.dialect_answers import ANSWERS
 
     found, types = msgspec.json.schema_components(ANSWERS.values(), ref_template=f"{REF}{{name}}")
     schemas = document["components"]["schemas"]
     if same := schemas.keys() & types.keys():
         raise ValueError(f"a request and an answer have types called {', '.join(same)}")
+    declared = {**vars(openai_answers), **vars(dialect_answers)}
+    for name, schema in types.items():
+        if is_typeddict(kind := declared.get(name)):  # its fields are sorted by name
+            schema["properties"] = {f: schema["properties"][f] for f in kind.__annotations__}
     schemas |= types
     for operation, schema in zip(ANSWERS, found, strict=True):
         method, path = operation.split()
