@@ -59,10 +59,7 @@ _server = partial(Setting, "Server")
 _access = partial(Setting, "Access")
 _cache = partial(Setting, "Cache")
 _replies = partial(Setting, "Replies")
-_temperature, _top_p, _penalty, _penalised = (
-    Setting("Replies", f"Default of the request field `{field}`", flag=False)
-    for field in ("temperature", "top_p", "repetition_penalty", "repetition_context_size")
-)
+_request_default = Setting("Replies", "Default of the request field of this name", flag=False)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -136,10 +133,10 @@ class Config(RuntimeSettings):
     prefill_assistant: Annotated[
         bool, _replies("Continue a final assistant message, as llama.cpp does")
     ] = False
-    temperature: Annotated[Temperature, _temperature] = 0.7
-    top_p: Annotated[Probability, _top_p] = 0.9
-    repetition_penalty: Annotated[Penalty, _penalty] = 1.0
-    repetition_context_size: Annotated[Count, _penalised] = 20
+    temperature: Annotated[Temperature, _request_default] = 0.7
+    top_p: Annotated[Probability, _request_default] = 0.9
+    repetition_penalty: Annotated[Penalty, _request_default] = 1.0
+    repetition_context_size: Annotated[Count, _request_default] = 20
 
     #: The settings that the operator gave a value. It is not a setting itself.
     given: frozenset[str] = frozenset()

@@ -12,6 +12,7 @@ import msgspec
 import yaml
 from fastapi import FastAPI
 
+from rekindle.http.middleware import OPEN_PATHS
 from rekindle.http.responses import ERRORS
 
 EVERY_OPERATION = (400, 401, 404, 421, 429, 431, 500, 503)  # error statuses
@@ -72,7 +73,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
         for method, operation in operations.items():
             operation["responses"] = _answers(method, operation["responses"])
             operation["operationId"] = "_".join([method, *re.findall(r"\w+", path)])
-            operation["security"] = [] if path == "/health" else [*({key: []} for key in KEYS), {}]
+            operation["security"] = [] if path in OPEN_PATHS else [*({key: []} for key in KEYS), {}]
     components = document["components"]
     components["securitySchemes"] = KEYS
     for name in ("HTTPValidationError", "ValidationError"):  # only 422 refers to them
