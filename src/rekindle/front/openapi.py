@@ -21,8 +21,8 @@ KEYS = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-#: What a type's name begins with if another folder has a type of this name.
-DIALECTS = {"anthropic": "Anthropic", "ollama": "Ollama", "responses": "Responses"}
+#: Folders of rekindle.api whose types keep their name where another folder has the same one.
+FIRST = ("base", "openai")
 BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 
 Schema = Mapping[str, Any]
@@ -114,9 +114,10 @@ def _shorten_names(document: dict[str, Any]) -> None:
 
 
 def _short_name(name: str) -> str:
+    """Of the types with equal names, those of a dialect begin with the name of its folder."""
     *folders, last = name.split("__")
     dialect = folders[2] if folders[1:2] == ["api"] else ""
-    return f"{DIALECTS.get(dialect, '')}{last}"
+    return last if dialect in FIRST else dialect.title().replace("_", "") + last
 
 
 def _add_answers(document: dict[str, Any]) -> None:
