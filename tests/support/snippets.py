@@ -25,8 +25,8 @@ import httpx
 from rekindle.config.sources import ENV_PREFIX
 from tests.support.server import ROOT, free_port
 
-RUNS_S = 300
-STOPS_S = 30
+RUN_TIMEOUT_S = 300
+STOP_TIMEOUT_S = 30
 SHELL = ("sh", "bash")
 PYTHON = ("python",)
 PORTS = (
@@ -145,7 +145,7 @@ class Reader:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=RUNS_S,
+            timeout=RUN_TIMEOUT_S,
         )
         assert ran.returncode == 0, f"{what} ended with {ran.returncode}:\n{ran.stdout}{ran.stderr}"
 
@@ -183,7 +183,7 @@ def serve(arguments: list[str], folder: Path) -> int:
             start_new_session=True,
         )
     pid_file(folder).write_text(str(process.pid))
-    for _ in _waits(RUNS_S):
+    for _ in _waits(RUN_TIMEOUT_S):
         if process.poll() is not None:
             break
         if _is_healthy(_port(arguments)):
@@ -215,7 +215,7 @@ def stop_server(folder: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        for _ in _waits(STOPS_S):
+        for _ in _waits(STOP_TIMEOUT_S):
             if not is_running(pid):
                 return
 

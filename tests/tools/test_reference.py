@@ -6,11 +6,12 @@ import pytest
 from prometheus_client.exposition import generate_latest
 
 from rekindle.config import SETTINGS, load_config
+from rekindle.config.sources import DISK_VARIABLE, ENV_PREFIX, OTHER_VARIABLES
 from rekindle.front.metrics import ModelMetrics
 from tools.reference.errors import ERRORS, codes
 from tools.reference.markdown import PLACE, TEMPLATES, fill
 from tools.reference.pages import DOCS, PAGES
-from tools.reference.settings import example_value
+from tools.reference.settings import EXAMPLES, VARIABLE_TEXTS, example_value
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -37,6 +38,12 @@ def test_every_setting_is_listed_with_its_file_key_flag_and_variable() -> None:
         flag = [f"--{name.replace('_', '-')}"] if declared.setting.flag else []
         for spelled in (name, *flag, f"REKINDLE_{name.upper()}"):
             assert f"`{spelled}`" in page, spelled
+
+
+def test_every_example_and_variable_belongs_to_a_setting_that_exists() -> None:
+    assert EXAMPLES.keys() <= SETTINGS.keys()
+    prefixed = {f"{ENV_PREFIX}{name.upper()}" for name in OTHER_VARIABLES}
+    assert VARIABLE_TEXTS.keys() == {DISK_VARIABLE, *prefixed}
 
 
 def test_every_exported_metric_is_listed() -> None:

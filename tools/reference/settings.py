@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
@@ -110,7 +111,7 @@ def _rows(declared: list[Declaration]) -> Iterator[tuple[str, str, str, str]]:
 def _default(declared: Declaration) -> str:
     if isinstance(declared.default, float):
         return f"{declared.default:g}"
-    if declared.name == "projects":
+    if declared.default is MISSING:  # made anew for each config, and empty
         return "none"
     return shown_default(declared) or ("off" if declared.default is False else "none")
 
