@@ -141,6 +141,12 @@ test $(curl -s -o /dev/null -w '%{http_code}' localhost:8080/v1/models || true) 
 """
 
 
+def test_a_command_that_asks_a_server_finds_the_one_of_the_page(tmp_path: Path) -> None:
+    [snippet] = found(tmp_path, "```sh\nrekindle cache stats --json | grep total_entries\n```\n")
+    with Reader(tmp_path / "folder") as reader:
+        reader.run(snippet)
+
+
 def test_a_page_has_one_server_which_its_snippets_start_replace_and_leave(tmp_path: Path) -> None:
     pids = set()
     with Reader(tmp_path / "folder") as reader:

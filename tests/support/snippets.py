@@ -39,14 +39,19 @@ FENCE = re.compile(r"^( *)```+(\w*) *\n(.*?)^\1```+ *$", re.MULTILINE | re.DOTAL
 MARKER = re.compile(r"<!-- *(not run|long|continues)(?:: *(.+?))? *-->\s*\Z")
 MODELS = Path("~/.cache/rekindle/models").expanduser()
 
-#: Takes the place of the command `rekindle`. A server runs in the background until the page ends.
+CLIENTS = re.compile(r"rekindle (chat|bench|ps|cache (?!check))")  # these commands ask a server
+
+#: Takes the place of the command `rekindle`. A server runs in the background until the page ends,
+#: and the commands that ask a server find the page's one.
 COMMAND = """#!{python}
 import sys
 from pathlib import Path
-from tests.support.snippets import serve
+from tests.support.snippets import CLIENTS, serve
 from rekindle.cli.main import main
 if sys.argv[1:2] == ["serve"]:
     sys.exit(serve(sys.argv[1:], Path({folder!r})))
+if CLIENTS.match(" ".join(["rekindle", *sys.argv[1:]])) and "--base-url" not in sys.argv:
+    sys.argv += ["--base-url", "http://127.0.0.1:{port}/v1"]
 main()
 """
 
@@ -106,7 +111,9 @@ class Reader:
     def __post_init__(self) -> None:
         commands = self.folder / "bin"
         commands.mkdir(parents=True)
-        content = COMMAND.format(python=sys.executable, folder=str(self.folder))
+        content = COMMAND.format(
+            python=sys.executable, folder=str(self.folder), port=self.ports["8080"]
+        )
         (commands / "rekindle").write_text(content)
         (commands / "rekindle").chmod(0o755)
         (self.folder / ".curlrc").write_text("fail-with-body\nshow-error\n")
@@ -126,7 +133,8 @@ class Reader:
         if snippet.continues:
             code = self._programs[snippet.language] + code
         self._programs[snippet.language] = code
-        if SERVER.search(snippet.code) and "rekindle serve" not in snippet.code:
+        asks = SERVER.search(snippet.code) or CLIENTS.search(snippet.code)
+        if asks and "rekindle serve" not in snippet.code:
             self._ensure_server()
         shell = ["bash", "-e", "-o", "pipefail", "-c", code]
         self._call(
