@@ -20,6 +20,7 @@ from starlette.responses import Response
 from rekindle.api.anthropic import routes as anthropic
 from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
 from rekindle.api.base import fields
+from rekindle.api.base.documents import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.base.models import ServedModels
 from rekindle.api.base.reply import ClientGone
 from rekindle.api.base.request import MEDIA
@@ -35,7 +36,6 @@ from rekindle.api.responses import conversations
 from rekindle.api.responses import routes as responses
 from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
 from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses
-from rekindle.api.responses.stored import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError

@@ -14,7 +14,7 @@ from langchain_openai import ChatOpenAI
 from openai.lib.streaming.responses import ResponseTextDeltaEvent
 from pydantic import BaseModel, SecretStr
 
-from rekindle.api.responses.stored import MAX_CONCURRENT
+from rekindle.api.base.documents import MAX_CONCURRENT
 from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.events import Started
 from tests.api.live import live

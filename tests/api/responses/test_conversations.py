@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from rekindle.api.responses import stored
+from rekindle.api.base import documents as stored
 from rekindle.protocol.admin import AdminOp, AdminResult, GetDocument
 from tests.api.live import live
 from tests.api.responses.asking import Documents, StoppedRuntime, front_of

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.api.base import documents as stored
 from rekindle.api.base.fields import TextBudget
 from rekindle.api.base.signature import signed_text
-from rekindle.api.responses import stored
 from rekindle.api.responses.reply import ResponseReply
 from rekindle.protocol.admin import StoreDocument
 from rekindle.protocol.events import Prefill, Started, TokenLogprob

@@ -41,7 +41,8 @@ class CacheControl(StrictModel):
 
 
 class Block(StrictModel):
-    cache_control: CacheControl | None = None
+    # Not stored with a thread: a mark is about the request that has it.
+    cache_control: CacheControl | None = Field(None, exclude=True)
 
 
 class TextBlock(Block):

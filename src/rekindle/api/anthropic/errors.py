@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 
-from rekindle.errors import ServerError
+from rekindle.api.base.documents import UnknownId
+from rekindle.errors import BadRequest, ServerError
 from rekindle.http.logs import current_id
 from rekindle.http.responses import ErrorFormat, sse_event
 
@@ -25,9 +26,34 @@ TYPES = {
 }
 
 
+class ThreadNotFound(UnknownId):
+    code, field, prefix = "thread_not_found", "thread", "msg_"
+    text = (
+        "No thread that ends with the message {} is stored here: it was not created with `thread`, "
+        'or it has expired. Send the whole conversation with `thread: {{"type": "create"}}`.'
+    )
+
+
+class ThreadFieldsChanged(BadRequest):
+    code = "thread_fingerprint_mismatch"
+
+    def __init__(self, names: list[str]) -> None:
+        changed = " and ".join(f"`{name}`" for name in names)
+        super().__init__(
+            f"{changed} cannot change in a thread: leave the field out, or send the whole "
+            'conversation with `thread: {"type": "create"}`.',
+            param="thread",
+        )
+
+
+#: Codes that clients act on. Anthropic sends them as `error_code` in `details`.
+DETAILED = (ThreadNotFound.code, ThreadFieldsChanged.code)
+
+
 class ErrorDetails(BaseModel):
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class AnthropicErrorBody(BaseModel):
@@ -47,11 +73,10 @@ def error_body(error: ServerError) -> Mapping[str, Any]:
     kind = TYPES.get(error.status)
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "api_error"
-    return {
-        "type": "error",
-        "error": {"type": kind, "message": _message(error)},
-        "request_id": current_id(),
-    }
+    told: dict[str, Any] = {"type": kind, "message": _message(error)}
+    if error.code in DETAILED:
+        told["details"] = {"error_code": error.code}
+    return {"type": "error", "error": told, "request_id": current_id()}
 
 
 def _message(error: ServerError) -> str:

@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from rekindle.api.anthropic.caching import diagnostics, input_usage, lifetime_of, usage
 from rekindle.api.anthropic.schema import MessagesRequest
+from rekindle.api.anthropic.threads import Thread
 from rekindle.api.base.reply import Reply, x_cache
 from rekindle.api.base.signature import seal, sign
 from rekindle.http.responses import sse_event
@@ -119,9 +120,11 @@ class MessageReply(Reply):
         message_id: str,
         *,
         headers: Mapping[str, str],
+        thread: Thread | None = None,
     ) -> None:
         super().__init__(http, runtime, [request], headers=headers)
         self._body = body
+        self._thread = thread
         self._lifetime = lifetime_of(body)
         omitted = body.thinking is not None and body.thinking.display == "omitted"
         self._content = ReplyContent(shows_thinking=not omitted)
@@ -138,6 +141,7 @@ class MessageReply(Reply):
     async def body(self) -> dict[str, Any]:
         [finished] = self.finished
         self._content.close()
+        await self._keep_thread()
         return {
             **self._message,
             "content": self._content.blocks,
@@ -155,8 +159,17 @@ class MessageReply(Reply):
                 return [self._message_start(event)]
             case Finished():
                 blocks = [sse_event(each["type"], each) for each in self._content.close()]
-                return [*blocks, self._message_delta(event), _event("message_stop")]
+                return [*blocks, self._message_delta(event)]
         return []
+
+    async def end(self) -> bytes:
+        await self._keep_thread()  # before the client can continue the thread
+        return _event("message_stop")
+
+    async def _keep_thread(self) -> None:
+        if self._thread is not None:
+            message_id, content = self._message["id"], self._content.blocks
+            await self._thread.keep(self._http, self._runtime, message_id, content)
 
     def keep_alive(self) -> bytes:
         return _event("ping")

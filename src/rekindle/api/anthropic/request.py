@@ -7,7 +7,13 @@ from typing import Any
 
 from rekindle.api.anthropic.caching import LIFETIMES_S, lifetime_of
 from rekindle.api.anthropic.conversation import loaded_tools, messages_of
-from rekindle.api.anthropic.schema import MessagesRequest, PromptFields, Toolbox
+from rekindle.api.anthropic.schema import (
+    MessagesRequest,
+    PromptFields,
+    ThreadContinue,
+    Toolbox,
+)
+from rekindle.api.base.documents import STORED_S
 from rekindle.api.base.messages import Message
 from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_default, short_name
 from rekindle.config import Config
@@ -76,12 +82,17 @@ def _template_kwargs(body: PromptFields) -> dict[str, Any]:
 
 
 def _names(body: MessagesRequest, message_id: str) -> Names:
-    """Name the reply only if the client asks for diagnostics: a named entry outlives others."""
+    """Name the reply only if the client asks for a thread or for diagnostics: a named entry
+    outlives others."""
     user = body.metadata.user_id if body.metadata else None
     asked = body.diagnostics
     previous = asked.previous_message_id if asked else None
     lifetime = lifetime_of(body)
+    thread = body.thread
     return Names(
+        cache_key=thread.previous_message_id if isinstance(thread, ThreadContinue) else None,
+        entry_key=message_id if thread else None,
+        ttl_s=STORED_S if thread else None,
         pin_s=LIFETIMES_S[lifetime] if lifetime else None,
         message_ids=[previous] if previous else [],
         message_id=message_id if asked else None,

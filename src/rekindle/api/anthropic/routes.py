@@ -18,12 +18,13 @@ from rekindle.api.anthropic.errors import ROOT, VERSION, AnthropicErrorBody
 from rekindle.api.anthropic.reply import MessageReply
 from rekindle.api.anthropic.request import Conversation, generate_request, prompt_fields
 from rekindle.api.anthropic.schema import CountTokensRequest, MessagesRequest
+from rekindle.api.anthropic.threads import thread_of
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
 from rekindle.api.base.request import RequestBuilder, render_chat
-from rekindle.http.body import JsonRoute, run_off_loop
+from rekindle.http.body import JsonRoute, run_off_loop, run_off_loop_if_large
 from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
 from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.worker.client import RuntimeClient
@@ -41,8 +42,12 @@ async def create_message(
     reused."""
     models = models_of(request)
     runtime = _runtime(models, body.model, number)
-    conversation = await run_off_loop(request, Conversation.of, body)
-    chat = await render_chat(request, runtime, conversation.messages)
+    thread = await thread_of(request, body)
+    stored_bytes = thread.size_bytes if thread else 0
+    body = thread.body if thread else body
+    size_bytes = len(await request.body()) + stored_bytes
+    conversation = await run_off_loop_if_large(request, size_bytes, Conversation.of, body)
+    chat = await render_chat(request, runtime, conversation.messages, stored_bytes=stored_bytes)
     message_id = new_message_id(runtime.name)
     builder = RequestBuilder.of(request, runtime)
     turn = generate_request(body, conversation, chat, builder, message_id)
@@ -52,7 +57,7 @@ async def create_message(
             IGNORED_TOOLS_HEADER: conversation.toolbox.ignored,
         }
     )
-    reply = MessageReply(request, runtime, turn, body, message_id, headers=headers)
+    reply = MessageReply(request, runtime, turn, body, message_id, headers=headers, thread=thread)
     return await reply.respond(stream=bool(body.stream))
 
 

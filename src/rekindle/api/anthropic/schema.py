@@ -23,6 +23,7 @@ from rekindle.api.base.fields import (
     MAX_TOKENS,
     WHOLE,
     Count,
+    Id,
     Normalise,
     StopText,
     StrictModel,
@@ -61,7 +62,7 @@ class Tool(StrictModel):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: CacheControl | None = Field(None, exclude=True)
 
     @model_validator(mode="after")
     def _is_defined(self) -> Tool:
@@ -187,6 +188,19 @@ class Diagnostics(StrictModel):
     previous_message_id: str | None = Field(None, max_length=256)
 
 
+class ThreadCreate(StrictModel):
+    """Store the conversation under the reply's id."""
+
+    type: Literal["create"]
+
+
+class ThreadContinue(StrictModel):
+    """Continue a stored conversation. `messages` has only the new ones."""
+
+    type: Literal["continue"]
+    previous_message_id: Id
+
+
 class PromptFields(KnownFields, StrictModel):
     """The fields that make up the prompt."""
 
@@ -245,10 +259,15 @@ class MessagesRequest(PromptFields, CommonSampling):
     metadata: Metadata | None = None
     cache_control: CacheControl | None = None
     diagnostics: Diagnostics | None = None
+    thread: Annotated[ThreadCreate | ThreadContinue, Field(discriminator="type")] | None = None
 
     @model_validator(mode="after")
     def _call_and_format_agree(self) -> MessagesRequest:
+        self.check_choice()
+        return self
+
+    def check_choice(self) -> None:
+        """Refuse a format for the reply's text if the reply must be a call."""
         forced = self.tool_choice is not None and self.tool_choice.type in ("any", "tool")
         if forced and self.tools:
             ToolSelection("required").check_format(self.structure, "output_config")
-        return self

@@ -16,6 +16,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import durability
+from rekindle.api.base.documents import (
+    DocumentClient,
+    Lines,
+    Stored,
+    as_lines,
+    size_bytes,
+)
 from rekindle.api.base.fields import MAX_ITEMS, StrictModel
 from rekindle.api.base.models import models_of
 from rekindle.api.responses.errors import ConversationNotFound
@@ -28,15 +35,10 @@ from rekindle.api.responses.items import (
 )
 from rekindle.api.responses.schema import Metadata
 from rekindle.api.responses.stored import (
-    DocumentClient,
-    Lines,
     PageQuery,
-    Stored,
-    as_lines,
     list_page,
     page_of,
     place_of,
-    size_bytes,
     with_new_ids,
 )
 from rekindle.errors import BadRequest, ServerError

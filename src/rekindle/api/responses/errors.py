@@ -5,23 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle.errors import NotFound, ServerError
+from rekindle.api.base.documents import UnknownId
+from rekindle.errors import ServerError
 from rekindle.http.responses import ErrorFormat, sse_event
 
 ROOTS = ("/v1/responses", "/v1/conversations")
 #: Field names in errors of the runtime, and the names of these fields here.
 FIELDS = {"messages": "input", "response_format": "text"}
-
-
-class UnknownId(NotFound):
-    """A request names something that is not stored here."""
-
-    prefix = ""  # of ids of its kind
-    field: str
-    text: str  # with a place for the id
-
-    def __init__(self, key: str) -> None:
-        super().__init__(self.text.format(repr(key[:128])), param=self.field)
 
 
 class ResponseNotFound(UnknownId):

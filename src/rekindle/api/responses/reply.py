@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import durability
+from rekindle.api.base.documents import STORED_S, DocumentClient, as_lines, tried
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import Reply, x_cache
 from rekindle.api.responses.conversations import ConversationStore
 from rekindle.api.responses.output import ReplyItems
-from rekindle.api.responses.request import STORED_S, Conversation
+from rekindle.api.responses.request import Conversation
 from rekindle.api.responses.response import ResponseObject, usage
 from rekindle.api.responses.schema import ResponsesRequest
-from rekindle.api.responses.stored import DocumentClient, as_lines
 from rekindle.errors import BadRequest, ContextTooLong, ServerError
 from rekindle.http.responses import sse_comment, sse_event
 from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Part, Reason
@@ -49,9 +48,6 @@ def diagnostics(prompt_tokens: int, cache: CacheReport) -> dict[str, Any]:
     # The prompt has not changed, but some of its state was evicted or damaged.
     return {"type": "cache_miss", "reason": change, **missed} if change else {"type": "unavailable"}
 
-
-T = TypeVar("T")
-log = logging.getLogger("rekindle.turn")
 
 OPEN_RESPONSES = "open_responses"  # key in the application's state
 
@@ -141,7 +137,7 @@ class ResponseReply(Reply):
         if response["conversation"] is not None:
             lines = (*conversation.own_lines, *as_lines(response["output"]))
             store = ConversationStore(self._http, refuses=False)
-            added = await _tried(store.append(response["conversation"]["id"], lines))
+            added = await tried(store.append(response["conversation"]["id"], lines))
             if added is None:
                 response["conversation"] = None
             else:
@@ -150,7 +146,7 @@ class ResponseReply(Reply):
             saving = DocumentClient(self._http).save(
                 self._runtime, response["id"], conversation.lines, response, ttl_s=STORED_S
             )
-            saved = await _tried(saving)
+            saved = await tried(saving)
             response["store"] = saved is not None and saved.kept
             in_memory |= durability(saved) if saved and saved.kept else {}
         response.update(in_memory)  # last, because it is about this request only
@@ -225,14 +221,6 @@ class ResponseReply(Reply):
 
 #: The responses that are being computed, by tenant and id.
 OpenResponses = dict[tuple[bytes, str], ResponseReply]
-
-
-async def _tried(saving: Awaitable[T]) -> T | None:
-    try:
-        return await saving
-    except ServerError as error:
-        log.warning("a response was not stored: %s", error.code)  # a message may contain a key
-        return None
 
 
 def _status(finished: Finished) -> str:

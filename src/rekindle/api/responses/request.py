@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from rekindle.api.base.documents import STORED_S, Lines, as_lines, size_bytes
 from rekindle.api.base.fields import MAX_ITEMS, TextBudget
 from rekindle.api.base.messages import Message, ToolCall, plain_message, reply_message, tool_call
 from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_default, retention
@@ -26,14 +27,12 @@ from rekindle.api.responses.items import (
 )
 from rekindle.api.responses.response import LIFETIMES_S
 from rekindle.api.responses.schema import PromptFields, ResponsesRequest, select_tools
-from rekindle.api.responses.stored import Lines, as_lines, parsed, size_bytes
+from rekindle.api.responses.stored import parsed
 from rekindle.api.responses.tools import INPUT, Toolbox
 from rekindle.config import Config
 from rekindle.errors import BadRequest
 from rekindle.protocol.admin import Tokenize
 from rekindle.protocol.requests import GenerateRequest, Names, Prepare
-
-STORED_S = 30 * 86_400.0  # lifetime of a stored response that nobody uses
 
 
 def messages_of(instructions: str | None, items: Sequence[Any], toolbox: Toolbox) -> list[Message]:

@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from rekindle.api.base.documents import DocumentClient
 from rekindle.api.base.request import or_default
 from rekindle.api.responses.errors import ResponseNotFound, field_of
 from rekindle.api.responses.items import ID_BYTES, ItemReference, stored_items
 from rekindle.api.responses.schema import Lifetime, ResponsesRequest
-from rekindle.api.responses.stored import DocumentClient
 from rekindle.config import Config
 from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.protocol.events import Finished

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient, durability
+from rekindle.api.base.documents import DocumentClient, Lines, Stored, size_bytes
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
@@ -23,14 +24,7 @@ from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses, Response
 from rekindle.api.responses.request import Conversation, count_request, generate_request, names_of
 from rekindle.api.responses.response import ResponseObject, referenced
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
-from rekindle.api.responses.stored import (
-    DocumentClient,
-    Lines,
-    PageQuery,
-    Stored,
-    list_page,
-    size_bytes,
-)
+from rekindle.api.responses.stored import PageQuery, history_of, list_page
 from rekindle.api.responses.truncation import fitted
 from rekindle.errors import BadRequest, NotFound, Unsupported
 from rekindle.http.auth import caller_of
@@ -94,7 +88,7 @@ async def _conversation(
     request: Request, runtime: RuntimeClient, body: PromptFields
 ) -> Conversation:
     previous = await _previous(request, body)
-    history: Lines = previous.history if previous else ()
+    history: Lines = history_of(previous) if previous else ()
     sent = body.input if isinstance(body.input, list) else []
     references = await referenced(sent, DocumentClient(request))
     size = len(await request.body()) + size_bytes(history)

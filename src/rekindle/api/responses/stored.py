@@ -1,17 +1,10 @@
-"""Stores responses and conversations as documents in a model's runtime.
-
-A document has one line for each item and a last line for the object. The document of a
-conversation's next turn thus starts with the previous one, and on disk they share blocks.
-"""
+"""Reads the items of stored responses and conversations, and lists them page by page."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
-from weakref import WeakValueDictionary
 
 import orjson
 from fastapi import Query
@@ -19,84 +12,18 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.documents import Lines, Stored, as_lines, size_bytes
 from rekindle.api.base.fields import MAX_ID_CHARACTERS
-from rekindle.api.base.models import models_of
-from rekindle.api.responses.errors import ItemNotFound, UnknownId
+from rekindle.api.responses.errors import ItemNotFound
 from rekindle.api.responses.items import new_id, stored_items
-from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError
-from rekindle.http.auth import caller_of
-from rekindle.http.body import body_of, run_off_loop_if_large
+from rekindle.errors import BadRequest
+from rekindle.http.body import run_off_loop_if_large
 from rekindle.http.responses import JsonResponse
-from rekindle.protocol.admin import (
-    DeleteEntry,
-    Document,
-    DocumentStored,
-    GetDocument,
-    Removed,
-    StoreDocument,
-)
-from rekindle.worker.client import RuntimeClient
-
-MAX_DOCUMENT_BYTES = 32 << 20
-# Documents that a tenant transfers concurrently. Others wait, because a runtime refuses more than
-# four times as many admin requests.
-MAX_CONCURRENT = 16
-MAX_CONCURRENT_LOADS = 4  # each takes memory in both processes before its size is known
-DOCUMENT_SLOTS = "document_slots"  # key in the application's state
-SAVE_TIMEOUT_S = 10.0  # for a runtime to confirm a document
-
-Lines = tuple[bytes, ...]
 
 
-class TenantSlots:
-    """Limits the documents that one tenant transfers concurrently."""
-
-    def __init__(self) -> None:
-        self.all = asyncio.Semaphore(MAX_CONCURRENT)
-        self.loads = asyncio.Semaphore(MAX_CONCURRENT_LOADS)
-
-
-DocumentSlots = WeakValueDictionary[bytes, TenantSlots]  # by tenant
-
-
-class NotStored(ServerError):
-    status, kind, code = 503, "server_error", "not_stored"
-
-    def __init__(self) -> None:
-        super().__init__(
-            f"The model's process did not confirm within {SAVE_TIMEOUT_S:g} seconds that this was "
-            "stored. It may be busy or stopped, or its disk may hang: try again later."
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """A document and the runtime that stores it."""
-
-    key: str
-    runtime: RuntimeClient
-    lines: Lines  # its items, as JSON
-    object: dict[str, Any]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Estimate the memory of the document: its lines, and the items that are parsed from
-        them."""
-        return 2 * size_bytes(self.lines)
-
-    @property
-    def history(self) -> Lines:
-        """All items, including the output of a response."""
-        return (*self.lines, *as_lines(self.object.get("output", ())))
-
-
-def size_bytes(lines: Lines) -> int:
-    return sum(map(len, lines))
-
-
-def as_lines(items: Iterable[dict[str, Any]]) -> Lines:
-    return tuple(orjson.dumps(item) for item in items)
+def history_of(stored: Stored) -> Lines:
+    """All items of a response or conversation, including the output of a response."""
+    return (*stored.lines, *as_lines(stored.object.get("output", ())))
 
 
 def with_new_ids(before: Lines, added: Lines) -> Lines:
@@ -120,77 +47,6 @@ def place_of(item_id: str, lines: Lines) -> int:
 
 def parsed(lines: Sequence[bytes]) -> list[Any]:
     return stored_items.validate_python([orjson.loads(line) for line in lines])
-
-
-class DocumentClient:
-    """Loads and stores the documents of one caller. What it loads counts as memory in flight."""
-
-    def __init__(self, request: Request, *, refuses: bool = True) -> None:
-        """`refuses=False` never refuses to load for lack of memory, to finish an answer."""
-        slots: DocumentSlots = getattr(request.state, DOCUMENT_SLOTS)
-        tenant = caller_of(request).salt
-        self._slots = slots.setdefault(tenant, TenantSlots())
-        self._admin = AdminClient.of_tenant(request)
-        self._runtimes = models_of(request).runtimes
-        self._body = body_of(request)
-        self._refuses = refuses
-
-    async def load(self, key: str, missing: type[UnknownId]) -> Stored:
-        """Load a document for as long as the request lasts.
-
-        Raises `missing` if no runtime has the document, or if the key is of another kind.
-        """
-        stored = await self._load(key, missing)
-        self._body.hold(stored.memory_bytes)
-        return stored
-
-    @contextlib.asynccontextmanager
-    async def loaded(self, key: str, missing: type[UnknownId]) -> AsyncIterator[Stored]:
-        """Load a document until the block ends. Raises like `load`."""
-        stored = await self._load(key, missing)
-        with self._body.holding(stored.memory_bytes, refuses=self._refuses):
-            yield stored
-
-    async def _load(self, key: str, missing: type[UnknownId]) -> Stored:
-        if not key.startswith(missing.prefix):
-            raise missing(key)
-        try:
-            async with self._slots.loads, self._slots.all:
-                found = await self._admin.find(self._runtimes, GetDocument(key), Document)
-        except ServerError as error:
-            raise missing(key) if error.code == CacheKeyNotFound.code else error from None
-        runtime, document = found
-        *lines, last = document.content.split(b"\n")
-        return Stored(document.key, runtime, tuple(lines), orjson.loads(last))
-
-    async def save(
-        self,
-        runtime: RuntimeClient,
-        key: str,
-        lines: Lines,
-        object_: dict[str, Any],
-        *,
-        ttl_s: float | None = None,
-    ) -> DocumentStored:
-        """Store a document, and report what the runtime has confirmed.
-
-        Raises NotStored if the runtime does not answer. It may still store the document later.
-        """
-        content = b"\n".join((*lines, orjson.dumps(object_)))
-        if len(content) > MAX_DOCUMENT_BYTES:
-            return DocumentStored(kept=False, durable=False)
-        op = StoreDocument(key=key, content=content, ttl_s=ttl_s)
-        async with self._slots.all:
-            try:
-                async with asyncio.timeout(SAVE_TIMEOUT_S):
-                    return await self._admin.request(runtime, op, DocumentStored)
-            except TimeoutError:
-                raise NotStored from None
-
-    async def delete(self, stored: Stored) -> Removed:
-        """Delete a document durably, with the state that only it uses."""
-        async with self._slots.all:
-            return await self._admin.request(stored.runtime, DeleteEntry(stored.key), Removed)
 
 
 class Page(BaseModel):
