@@ -65,7 +65,9 @@ def _body(error: ServerError) -> Mapping[str, Any]:
 
 def _event(error: ServerError) -> bytes:
     """An error before the first event of a stream."""
-    told = {**_body(error)["error"], "type": "error", "sequence_number": 0}
+    details = _body(error)["error"]
+    # OpenAI's clients read the outer fields, and those of Open Responses the inner ones.
+    told = {**details, "type": "error", "sequence_number": 0, "error": details}
     return sse_event("error", told)
 
 

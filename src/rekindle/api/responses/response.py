@@ -11,7 +11,8 @@ from rekindle.api.base.documents import DocumentClient
 from rekindle.api.base.request import or_default
 from rekindle.api.responses.errors import ResponseNotFound, field_of
 from rekindle.api.responses.items import ID_BYTES, ItemReference, stored_items
-from rekindle.api.responses.schema import Lifetime, ResponsesRequest
+from rekindle.api.responses.schema import Lifetime, ResponsesRequest, TextConfig, TextFormat
+from rekindle.api.responses.tools import FunctionTool
 from rekindle.config import Config
 from rekindle.errors import BadRequest, NotFound, ServerError
 from rekindle.protocol.events import Finished
@@ -55,13 +56,13 @@ class ResponseObject:
         return self._with("failed", output, error=told)
 
     def _with(self, status: str, output: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
-        result: dict[str, Any] = {"error": None, "incomplete_details": None, "usage": None}
+        absent = ("completed_at", "error", "incomplete_details", "usage")
+        result: dict[str, Any] = dict.fromkeys(absent)
         return {**self._fields, **result, "status": status, "output": output, **fields}
 
 
 def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
     """The request's fields, with the server's defaults filled in."""
-    text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
     options = body.prompt_cache_options
     fields: dict[str, Any] = {
         "instructions": body.instructions,
@@ -75,9 +76,11 @@ def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
         "service_tier": "default",
         "store": body.is_stored,
         "temperature": or_default(body.temperature, config.temperature),
-        "text": {"format": {"type": "text"}, **text},
+        "presence_penalty": body.presence_penalty or 0.0,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "text": _text(body.text),
         "tool_choice": _dumped(body.tool_choice) or "auto",
-        "tools": [_dumped(tool) for tool in body.tools or ()],
+        "tools": [_tool(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": or_default(body.top_p, config.top_p),
         "truncation": body.truncation or "disabled",
@@ -93,6 +96,30 @@ def _asked(body: ResponsesRequest, config: Config) -> dict[str, Any]:
             "comparison_response_id": options.comparison_response_id,
         }
     return fields
+
+
+def _text(text: TextConfig | None) -> dict[str, Any]:
+    shown = text.model_dump(exclude_none=True, exclude={"format"}) if text else {}
+    return {"format": _format(text.format if text else None), **shown}
+
+
+def _format(form: TextFormat | None) -> dict[str, Any]:
+    if form is None or form.type != "json_schema":
+        return {"type": form.type if form else "text"}
+    return {
+        "type": form.type,
+        "name": form.name or "response",
+        "description": form.description,
+        "schema": form.schema_,
+        "strict": bool(form.strict),
+    }
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """A tool as the client sent it. A function has all of its fields."""
+    nulls = dict.fromkeys(("description", "parameters", "strict"))
+    shown: dict[str, Any] = _dumped(tool)
+    return {**nulls, **shown} if isinstance(tool, FunctionTool) else shown
 
 
 def _dumped(value: Any) -> Any:

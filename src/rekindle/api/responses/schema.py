@@ -252,6 +252,8 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = Field(None, description="Further calls are left out")
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: Seed | None = None
     metadata: Metadata | None = None
     user: str | None = Field(None, max_length=512)
