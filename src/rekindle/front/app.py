@@ -34,6 +34,7 @@ from rekindle.api.openai import routes as openai
 from rekindle.api.rerank import routes as rerank
 from rekindle.api.responses import conversations
 from rekindle.api.responses import routes as responses
+from rekindle.api.responses.background import BACKGROUND, BackgroundResponses
 from rekindle.api.responses.errors import RESPONSES_ERRORS, speaks_responses
 from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses
 from rekindle.api.tokens import routes as tokens
@@ -125,6 +126,7 @@ async def _lifespan(
     """Yield the state that requests share, from the start of the server to its end."""
     await asyncio.to_thread(files.remove_left_over_folders)
     media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
+    background = BackgroundResponses()
     try:
         with open_validators() as validators:
             yield {
@@ -133,10 +135,12 @@ async def _lifespan(
                 MEDIA: media,
                 files.TRANSFERS: files.Transfers(),
                 OPEN_RESPONSES: OpenResponses(),
+                BACKGROUND: background,
                 conversations.CONVERSATION_LOCKS: conversations.ConversationLocks(),
                 DOCUMENT_SLOTS: DocumentSlots(),
             }
     finally:
+        await background.close()
         await media.close()
 
 

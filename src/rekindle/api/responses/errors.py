@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rekindle.api.base.documents import UnknownId
-from rekindle.errors import ServerError
+from rekindle.errors import BadRequest, ServerError
 from rekindle.http.responses import ErrorFormat, sse_event
 
 ROOTS = ("/v1/responses", "/v1/conversations")
@@ -25,6 +25,27 @@ class PreviousResponseNotFound(ResponseNotFound):
         f"{ResponseNotFound.text} Send the whole conversation as `input`, without "
         "`previous_response_id`."
     )
+
+
+class ResponseNotEnded(BadRequest):
+    code = "response_not_ended"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"The response {key[:128]!r} is still being computed: continue it when its status is "
+            "no longer `queued` or `in_progress`.",
+            param="previous_response_id",
+        )
+
+
+class NoRoomForResponse(ServerError):
+    status, kind, code = 507, "insufficient_storage_error", "response_too_large"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "There is no room to store this response, which `background` needs: send less, or "
+            "leave `background` out."
+        )
 
 
 class ConversationNotFound(UnknownId):

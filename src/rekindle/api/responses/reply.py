@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import count
 from typing import Any
@@ -12,15 +13,24 @@ from starlette.responses import Response
 from rekindle.api.base.admin import durability
 from rekindle.api.base.documents import STORED_S, DocumentClient, as_lines, tried
 from rekindle.api.base.models import models_of
-from rekindle.api.base.reply import Reply, x_cache
+from rekindle.api.base.reply import Reply, Turns, x_cache
+from rekindle.api.responses.background import (
+    BACKGROUND,
+    BackgroundResponses,
+    EventLog,
+    stream_of,
+)
 from rekindle.api.responses.conversations import ConversationStore
+from rekindle.api.responses.errors import NoRoomForResponse
 from rekindle.api.responses.output import ReplyItems
 from rekindle.api.responses.request import Conversation
 from rekindle.api.responses.response import ResponseObject, usage
 from rekindle.api.responses.schema import ResponsesRequest
 from rekindle.errors import BadRequest, ContextTooLong, ServerError
-from rekindle.http.responses import sse_comment, sse_event
-from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Part, Reason
+from rekindle.http.body import body_of
+from rekindle.http.middleware import received_s
+from rekindle.http.responses import JsonResponse, sse_comment, sse_event
+from rekindle.protocol.events import CacheReport, Delta, Event, Finished, Part, Reason, Started
 from rekindle.protocol.requests import GenerateRequest
 from rekindle.worker.client import RuntimeClient
 
@@ -48,6 +58,8 @@ def diagnostics(prompt_tokens: int, cache: CacheReport) -> dict[str, Any]:
     # The prompt has not changed, but some of its state was evicted or damaged.
     return {"type": "cache_miss", "reason": change, **missed} if change else {"type": "unavailable"}
 
+
+logger = logging.getLogger("rekindle.api")
 
 OPEN_RESPONSES = "open_responses"  # key in the application's state
 
@@ -83,11 +95,52 @@ class ResponseReply(Reply):
         self._has_failed = False
         self._ended: dict[str, Any] | None = None  # the response
         self._cancelled: dict[str, Any] | None = None  # the response, ended by another request
+        self._waits = bool(body.background)  # for the model; only background responses show it
         self._last_events: list[dict[str, Any]] = []  # of a cancelled stream
 
     async def respond(self, *, stream: bool) -> Response:
         self._open_responses[self._key] = self
         return await super().respond(stream=stream)
+
+    async def respond_in_background(self, *, stream: bool) -> Response:
+        """Start the turn, which continues without its client, and store the response as queued.
+
+        Raises an error if the response could not be stored.
+        """
+        background: BackgroundResponses = getattr(self._http.state, BACKGROUND)
+        queued, log = self._response.begun("queued"), EventLog()
+        self._turns = turns = Turns(self._runtime, self._requests, received_s(self._http))
+        try:
+            saved = await DocumentClient(self._http).save(
+                self._runtime, queued["id"], self.conversation.lines, queued, ttl_s=STORED_S
+            )
+            if not saved.kept:
+                raise NoRoomForResponse
+        except BaseException:
+            self.close()
+            raise
+        self._open_responses[self._key] = self
+        background.start(self._key, log, self._run(turns, log))
+        return stream_of(log.after(None)) if stream else JsonResponse(queued, headers=self._headers)
+
+    async def _run(self, turns: Turns, log: EventLog) -> None:
+        """Write all events of the response, the last of which ends it."""
+        try:
+            with body_of(self._http).holding(self.conversation.size_bytes, refuses=False):
+                async for chunk in self._chunks(turns, []):
+                    log.add(chunk)
+        except ServerError as error:
+            await self._fail(error, log)
+        except Exception:
+            logger.exception("unexpected error in a background response")
+            await self._fail(ServerError("an unexpected error ended this response"), log)
+        finally:
+            self.close()
+            log.end()
+
+    async def _fail(self, error: ServerError, log: EventLog) -> None:
+        log.add(self.error_event(error))
+        await self._store(self._response.failed(error, self._items.so_far))
 
     def close(self) -> None:
         super().close()
@@ -97,8 +150,12 @@ class ResponseReply(Reply):
 
     def so_far(self) -> dict[str, Any]:
         """The response with its complete items."""
-        begun = {**self._response.begun(), "output": self._items.so_far}
+        begun = {**self._response.begun(self._status), "output": self._items.so_far}
         return self._cancelled or self._ended or begun
+
+    @property
+    def _status(self) -> str:
+        return "queued" if self._waits else "in_progress"
 
     @property
     def _is_over(self) -> bool:
@@ -112,6 +169,10 @@ class ResponseReply(Reply):
             await self._save(self._abandon())
         assert self._cancelled is not None
         return self._cancelled
+
+    @property
+    def is_background(self) -> bool:
+        return bool(self._body.background)
 
     def discard(self) -> bool:
         """End the response and store nothing. Returns False if it is already ending."""
@@ -129,13 +190,13 @@ class ResponseReply(Reply):
         return self._cancelled
 
     async def _save(self, response: dict[str, Any]) -> None:
-        """Store the response, with the items that it answers, and add both to its conversation.
+        """Add the response to its conversation, and store it.
 
         If that fails, the response says so and is sent anyway.
         """
-        conversation, in_memory = self.conversation, dict[str, Any]()
+        in_memory = dict[str, Any]()
         if response["conversation"] is not None:
-            lines = (*conversation.own_lines, *as_lines(response["output"]))
+            lines = (*self.conversation.own_lines, *as_lines(response["output"]))
             store = ConversationStore(self._http, refuses=False)
             added = await tried(store.append(response["conversation"]["id"], lines))
             if added is None:
@@ -143,13 +204,17 @@ class ResponseReply(Reply):
             else:
                 in_memory |= added.durability
         if self._body.is_stored:
-            saving = DocumentClient(self._http).save(
-                self._runtime, response["id"], conversation.lines, response, ttl_s=STORED_S
-            )
-            saved = await tried(saving)
-            response["store"] = saved is not None and saved.kept
-            in_memory |= durability(saved) if saved and saved.kept else {}
+            in_memory |= await self._store(response)
         response.update(in_memory)  # last, because it is about this request only
+
+    async def _store(self, response: dict[str, Any]) -> dict[str, Any]:
+        """Store the response with the items that it answers. Returns its durability."""
+        saving = DocumentClient(self._http).save(
+            self._runtime, response["id"], self.conversation.lines, response, ttl_s=STORED_S
+        )
+        saved = await tried(saving)
+        response["store"] = saved is not None and saved.kept
+        return durability(saved) if saved and saved.kept else {}
 
     # -- formatting ----------------------------------------------------------------------------
 
@@ -160,14 +225,17 @@ class ResponseReply(Reply):
         return self._cancelled or await self._end()
 
     def begin(self) -> bytes:
-        response = self._response.begun()
-        return self._lifecycle("created", response) + self._lifecycle("in_progress", response)
+        response = self._response.begun(self._status)
+        return self._lifecycle("created", response) + self._lifecycle(self._status, response)
 
     def chunks(self, index: int, event: Event) -> list[bytes]:
         match event:
             case Delta(_, part):
                 self._has_output = True
                 return self._numbered(self._items.add(part))
+            case Started() if self._waits:
+                self._waits = False
+                return [self._lifecycle("in_progress", self._response.begun())]
             case Finished():
                 return self._numbered(self._items.close(_status(event)))
         return []

@@ -33,12 +33,12 @@ class ResponseObject:
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
-            "background": False,
+            "background": bool(body.background),
             **_asked(body, config),
         }
 
-    def begun(self) -> dict[str, Any]:
-        return self._with("in_progress", [])
+    def begun(self, status: str = "in_progress") -> dict[str, Any]:
+        return self._with(status, [])
 
     def ended(self, status: str, output: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         if status == "completed":

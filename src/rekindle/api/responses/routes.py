@@ -10,14 +10,23 @@ from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient, durability
 from rekindle.api.base.documents import DocumentClient, Lines, Stored, size_bytes
+from rekindle.api.base.fields import MAX_TOKENS
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
 from rekindle.api.base.request import RequestBuilder, render_chat
+from rekindle.api.responses.background import (
+    BACKGROUND,
+    BackgroundResponses,
+    interrupted,
+    replayed,
+    stream_of,
+)
 from rekindle.api.responses.errors import (
     ConversationNotFound,
     PreviousResponseNotFound,
     ResponseIsEnding,
+    ResponseNotEnded,
     ResponseNotFound,
 )
 from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses, ResponseReply
@@ -56,6 +65,8 @@ async def create_response(
     turn = generate_request(body, conversation, chat, RequestBuilder.of(request, runtime), names)
     headers = _headers(body, conversation)
     reply = ResponseReply(request, runtime, turn, body, conversation, response, headers=headers)
+    if body.background:
+        return await reply.respond_in_background(stream=bool(body.stream))
     return await reply.respond(stream=bool(body.stream))
 
 
@@ -78,6 +89,8 @@ async def count_input_tokens(
 async def _previous(request: Request, body: PromptFields) -> Stored | None:
     """The response or conversation that the request continues."""
     if key := body.previous_response_id:
+        if _being_computed(request, key):
+            raise ResponseNotEnded(key)
         return await DocumentClient(request).load(key, PreviousResponseNotFound)
     if key := body.conversation_id:
         return await DocumentClient(request).load(key, ConversationNotFound)
@@ -112,18 +125,36 @@ def _headers(body: ResponsesRequest, conversation: Conversation) -> dict[str, st
 
 @router.get(ONE)
 async def retrieve_response(
-    response_id: str, request: Request, stream: Annotated[bool, Query()] = False
+    response_id: str,
+    request: Request,
+    stream: Annotated[bool, Query()] = False,
+    starting_after: Annotated[int | None, Query(ge=0, le=MAX_TOKENS)] = None,
 ) -> Response:
-    """Show a stored response, or what was generated so far of one that is being computed."""
+    """Show a stored response, or what was generated so far of one that is being computed.
+
+    With `stream`, send the events of a background response again: those after the number
+    `starting_after`, or all of them.
+    """
     if stream:
-        raise Unsupported(
-            "only background responses can be streamed again, and they are not supported: remove "
-            "`stream`",
-            param="stream",
-        )
+        return await _streamed_again(request, response_id, starting_after)
     if answer := _being_computed(request, response_id):
         return JsonResponse(answer.so_far())
-    return JsonResponse((await _stored(request, response_id)).object)
+    return JsonResponse(interrupted((await _stored(request, response_id)).object))
+
+
+async def _streamed_again(request: Request, key: str, after: int | None) -> Response:
+    background: BackgroundResponses = getattr(request.state, BACKGROUND)
+    if log := background.log((caller_of(request).salt, key)):
+        return stream_of(log.after(after))
+    answer = _being_computed(request, key)
+    response = answer.so_far() if answer else interrupted((await _stored(request, key)).object)
+    if not response["background"]:
+        raise Unsupported(
+            "only a response that was created with `background: true` can be streamed again: "
+            "remove `stream`",
+            param="stream",
+        )
+    return stream_of(replayed(response, after))
 
 
 @router.delete(ONE, responses=documented(409))
@@ -131,7 +162,8 @@ async def delete_response(response_id: str, request: Request) -> Response:
     """Delete a response and the state that only it uses. One that is being computed ends."""
     answer = _being_computed(request, response_id)
     deleted = {"id": response_id, "object": "response", "deleted": True}
-    if answer is None or not answer.discard():
+    getattr(request.state, BACKGROUND).forget((caller_of(request).salt, response_id))
+    if answer is None or not answer.discard() or answer.is_background:
         try:
             removed = await DocumentClient(request).delete(await _stored(request, response_id))
         except NotFound:
@@ -153,7 +185,9 @@ async def cancel_response(response_id: str, request: Request) -> Response:
     """Cancel a response that is being computed. It keeps what was generated so far."""
     if answer := _being_computed(request, response_id):
         return JsonResponse(await answer.cancel())
-    ended: dict[str, Any] = (await _stored(request, response_id)).object
+    ended: dict[str, Any] = interrupted((await _stored(request, response_id)).object)
+    if ended["background"]:  # cancelling one twice has no further effect
+        return JsonResponse(ended)
     raise BadRequest(
         f"The response is {ended['status']}: only one that is being computed can be cancelled.",
         param="response_id",

@@ -37,9 +37,6 @@ from rekindle.protocol.requests import StructuredOutput
 FORMAT = "text.format"
 EMPTY: tuple[Any, ...] = (False, [], {})
 FIELD_TABLE: FieldTable = {
-    "background": Refused(
-        "responses are not computed in the background: remove, or stream, with", EMPTY
-    ),
     "prompt": Refused(
         "there are no stored prompts: send `instructions` and `input` instead of", EMPTY
     ),
@@ -248,6 +245,9 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
 
     stream: bool | None = None
     store: bool | None = Field(None, description="Whether to store the response; true by default")
+    background: bool | None = Field(
+        None, description="Whether to answer at once and to compute the response afterwards"
+    )
     include: Annotated[list[str], Field(max_length=32)] | None = None
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = Field(None, description="Further calls are left out")
@@ -264,6 +264,16 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
     prompt_cache_key: Id | None = None
     prompt_cache_retention: CacheRetention | None = None
     prompt_cache_options: PromptCacheOptions | None = None
+
+    @model_validator(mode="after")
+    def _is_stored_if_in_background(self) -> ResponsesRequest:
+        if self.background and not self.is_stored:
+            raise BadRequest(
+                "A response with `background: true` is stored until it is read: leave out "
+                "`store: false`.",
+                param="store",
+            )
+        return self
 
     @property
     def ignored_fields(self) -> list[str]:
