@@ -26,6 +26,7 @@ from rekindle.front.announcement import announce
 from rekindle.front.app import api_keys, build_app
 from rekindle.front.warmup import warm
 from rekindle.http.auth import LOOPBACK, Keys
+from rekindle.http.body import LIMITS
 from rekindle.http.logs import log_to
 from rekindle.http.middleware import DRAIN_S, Drain, Server
 from rekindle.http.protocol import HttpProtocol
@@ -231,6 +232,8 @@ def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
         uvicorn.Config(
             build_app(config, models, keys, drain),
             http=HttpProtocol,
+            ws="websockets-sansio",
+            ws_max_size=LIMITS.body_bytes,
             log_config=None,
             log_level="warning" if config.log_level == "info" else config.log_level,
             timeout_graceful_shutdown=DRAIN_S,

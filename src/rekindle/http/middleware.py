@@ -85,6 +85,9 @@ class Server(uvicorn.Server):
 
 
 EXPOSED_HEADERS = "x-request-id, retry-after"  # that scripts of web pages may read
+APPLICATION = "rekindle.application"  # key in a WebSocket's scope of this application
+DRAIN_CHECK_S = 0.5
+SERVICE_RESTART = 1012  # code with which a WebSocket ends
 RECEIVED = "rekindle.received_s"  # the time's key in the request's scope
 OPEN_PATHS = {"/health"}  # need no API key
 UPLOADS = {"/v1/cache/import"}  # take a file of any size
@@ -149,8 +152,45 @@ class RequestMiddleware:
                     await self._http(scope, headers, receive, _with_headers(send, added))
             case "lifespan":
                 await self._app(scope, receive, send)
-            case _:  # no websockets
-                await send({"type": "websocket.close", "code": 1008})
+            case "websocket":
+                headers = Headers(scope=scope)
+                with request_context(headers.get(REQUEST_ID_HEADER)):
+                    await self._websocket(scope, headers, receive, send)
+
+    async def _websocket(
+        self, scope: Scope, headers: Headers, receive: Receive, send: Send
+    ) -> None:
+        """Check a WebSocket like a request. Its route sends requests to this application."""
+        path = self._with_version(scope["path"])
+        scope[ERROR_FORMAT] = partial(self._error_format, path, headers)
+        try:
+            self._check_headers(scope, headers)
+            self._cors.check(headers.get("origin"))  # a browser opens one without asking first
+            self._identify(scope, headers)
+            self._drain.check()
+        except ServerError as error:
+            await ErrorResponse(error, scope)(scope, receive, send)
+            return
+        inner = {**scope, "path": path, APPLICATION: self}
+        await self._app(inner, self._until_draining(receive), send)
+
+    def _until_draining(self, receive: Receive) -> Receive:
+        """Tell an open WebSocket that the server drains. It ends when its responses have."""
+        pending: asyncio.Task[Message] | None = None
+
+        async def receive_or_end() -> Message:
+            nonlocal pending
+            while self._drain.deadline_s is None:
+                pending = pending or asyncio.ensure_future(_received(receive))
+                done, _ = await asyncio.wait({pending}, timeout=DRAIN_CHECK_S)
+                if done:
+                    message, pending = pending.result(), None
+                    return message
+            if pending is not None:
+                pending.cancel()
+            return {"type": "websocket.disconnect", "code": SERVICE_RESTART}
+
+        return receive_or_end
 
     async def _http(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
         path = self._with_version(scope["path"])
@@ -241,6 +281,10 @@ def _hostname(host: str) -> str:
     return host.partition(":")[0].lower()
 
 
+async def _received(receive: Receive) -> Message:
+    return await receive()
+
+
 class Cors:
     """Decides which web pages may call the server from a browser.
 
@@ -261,13 +305,17 @@ class Cors:
         }
         return {"vary": "Origin", **(allowed if self._allows(origin) else {})}
 
-    def preflight(self, headers: Headers) -> Response:
-        """Answer a browser's question before it sends the request. It comes without a key."""
-        if not self._allows(headers["origin"]):
-            origin = headers["origin"][:128]
+    def check(self, origin: str | None) -> None:
+        """Raise OriginNotAllowed for a page of another origin. None: not a page."""
+        if origin is not None and not self._allows(origin):
+            origin = origin[:128]
             raise OriginNotAllowed(
                 f'Origin "{origin}" is not allowed. Start the server with --cors-origin {origin}.'
             )
+
+    def preflight(self, headers: Headers) -> Response:
+        """Answer a browser's question before it sends the request. It comes without a key."""
+        self.check(headers["origin"])
         allowed = {
             "access-control-allow-methods": "GET, HEAD, POST, DELETE, OPTIONS",
             "access-control-max-age": "600",

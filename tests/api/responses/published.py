@@ -69,4 +69,6 @@ def check_event(event: dict[str, Any]) -> None:
 def check_compaction(response: dict[str, Any]) -> None:
     assert response.keys() == {"id", "object", "created_at", "output", "usage"}
     check_items(response["output"])
-    CompactedResponse.model_validate(response, strict=True)
+    # OpenAI's type of an output message is that of a reply; here it is the user's.
+    others = [item for item in response["output"] if item["type"] != "message"]
+    CompactedResponse.model_validate({**response, "output": others}, strict=True)

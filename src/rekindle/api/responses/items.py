@@ -130,10 +130,11 @@ PREFIXES = {
     "function_call_output": "fco",
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
+    "compaction": "cmp",
 }
 #: Types of items that only OpenAI's servers use.
 OF_SERVER = (
-    *("compaction", "compaction_trigger", "additional_tools", "tool_search_output"),
+    *("compaction_trigger", "additional_tools", "tool_search_output"),
     *("configuration_update", "program", "program_output"),
 )
 
@@ -190,6 +191,13 @@ class ReasoningItem(Item):
     encrypted_content: str | None = None
 
 
+class CompactionItem(Item):
+    """The summary of an earlier part of the conversation, packed by /v1/responses/compact."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
 class ItemReference(StrictModel):
     """Refers to an item that is stored here."""
 
@@ -226,6 +234,7 @@ InputItem = Annotated[
     | Annotated[CustomToolCall, Tag("custom_tool_call")]
     | Annotated[CallOutput, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[CompactionItem, Tag("compaction")]
     | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[UnservedItem, Tag("unserved")],
     Discriminator(
@@ -233,7 +242,7 @@ InputItem = Annotated[
         custom_error_type="item_type",
         custom_error_message=(
             "takes items of the types message, reasoning, function_call, function_call_output, "
-            "custom_tool_call, custom_tool_call_output and item_reference"
+            "custom_tool_call, custom_tool_call_output, compaction and item_reference"
         ),
     ),
 ]

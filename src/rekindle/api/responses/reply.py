@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import durability
-from rekindle.api.base.documents import STORED_S, DocumentClient, as_lines, tried
+from rekindle.api.base.documents import STORED_S, DocumentClient, Stored, as_lines, tried
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import Reply, Turns, x_cache
 from rekindle.api.responses.background import (
@@ -26,6 +26,7 @@ from rekindle.api.responses.output import ReplyItems
 from rekindle.api.responses.request import Conversation
 from rekindle.api.responses.response import ResponseObject, usage
 from rekindle.api.responses.schema import ResponsesRequest
+from rekindle.api.responses.stored import lane_of
 from rekindle.errors import BadRequest, ContextTooLong, ServerError
 from rekindle.http.body import body_of
 from rekindle.http.middleware import received_s
@@ -205,6 +206,9 @@ class ResponseReply(Reply):
                 in_memory |= added.durability
         if self._body.is_stored:
             in_memory |= await self._store(response)
+        elif lane := lane_of(self._http):
+            lines = self.conversation.lines
+            lane.keep(Stored(response["id"], self._runtime, lines, response))
         response.update(in_memory)  # last, because it is about this request only
 
     async def _store(self, response: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_
 from rekindle.api.base.signature import signed_text
 from rekindle.api.responses.items import (
     CallOutput,
+    CompactionItem,
     CustomToolCall,
     FunctionCall,
     ItemReference,
@@ -33,6 +34,8 @@ from rekindle.config import Config
 from rekindle.errors import BadRequest
 from rekindle.protocol.admin import Tokenize
 from rekindle.protocol.requests import GenerateRequest, Names, Prepare
+
+SUMMARY = "Summary of the conversation so far:"
 
 
 def messages_of(instructions: str | None, items: Sequence[Any], toolbox: Toolbox) -> list[Message]:
@@ -65,7 +68,9 @@ class _Reply:
                 return bool(self.texts or self.calls)
             case MessageItem(role="assistant"):
                 return bool(self.texts) and not self.calls
-        return isinstance(item, MessageItem | CallOutput)  # not a call, nor an ignored item
+        return isinstance(
+            item, MessageItem | CallOutput | CompactionItem
+        )  # not a call, nor an ignored item
 
 
 class _Rendering:
@@ -91,6 +96,8 @@ class _Rendering:
                     reply.calls.append(self._call(item, arguments))
                 case MessageItem():
                     yield plain_message(item.role, content=for_template(item.content))
+                case CompactionItem():
+                    yield plain_message("user", content=self._summary(item))
                 case CallOutput():
                     content = for_template(item.output)
                     yield plain_message("tool", content=content, tool_call_id=item.call_id)
@@ -101,6 +108,17 @@ class _Rendering:
         if item.content:
             return self._budget.take(text_of(item.content))
         return signed_text("", item.encrypted_content or "", self._budget) or ""
+
+    def _summary(self, item: CompactionItem) -> str:
+        """The summary that a model here wrote. Without it, the conversation could not go on."""
+        summary = signed_text("", item.encrypted_content, self._budget)
+        if summary is None:
+            raise BadRequest(
+                "A `compaction` item was not made by this server: send the messages that it stands "
+                "for.",
+                param="input",
+            )
+        return f"{SUMMARY}\n\n{summary}"
 
     def _call(self, item: FunctionCall | CustomToolCall, arguments: str) -> ToolCall:
         name = self._toolbox.resolve(item.name, item.namespace)
@@ -135,6 +153,8 @@ class Conversation:
                 param="input",
             )
         before = parsed(history)
+        if history:
+            _check_outputs(before, own)
         own_lines = as_lines(identified(own, taken=(item.id for item in before)))
         items = [*before, *own]
         return cls(
@@ -159,6 +179,20 @@ class Conversation:
         leading = takewhile(_instructs, self.items[:begin])
         kept = [*leading, *self.items[begin:]]
         return replace(self, messages=messages_of(self.instructions, kept, self.toolbox))
+
+
+def _check_outputs(before: Sequence[Any], own: Sequence[Any]) -> None:
+    """Refuse an output without a call. Only where the whole conversation is known: clients that
+    send it themselves may have left out the calls of tools that run on a server."""
+    calls = (item for item in (*before, *own) if isinstance(item, FunctionCall | CustomToolCall))
+    known = {call.call_id for call in calls}
+    for item in own:
+        if isinstance(item, CallOutput) and item.call_id not in known:
+            raise BadRequest(
+                f"The conversation has no call {item.call_id[:128]!r} for this output: send the "
+                "`call_id` of a call in it.",
+                param="input",
+            )
 
 
 def _instructs(item: Any) -> bool:
@@ -203,7 +237,7 @@ def generate_request(
     selection = select_tools(body.tool_choice, conversation.toolbox)
     selection.check_format(body.structure, "text")
     return builder.build(
-        **_prompt_fields(body, conversation, chat, config),
+        **prompt_fields(body, conversation, chat, config),
         tool_use=selection.tool_use(
             parallel=body.parallel_tool_calls is not False, max_calls=body.max_tool_calls
         ),
@@ -222,10 +256,10 @@ def count_request(
     body: PromptFields, conversation: Conversation, chat: RenderedChat, config: Config
 ) -> Tokenize:
     """Ask how many tokens the prompt has."""
-    return Tokenize(**_prompt_fields(body, conversation, chat, config), with_tokens=False)
+    return Tokenize(**prompt_fields(body, conversation, chat, config), with_tokens=False)
 
 
-def _prompt_fields(
+def prompt_fields(
     body: PromptFields, conversation: Conversation, chat: RenderedChat, config: Config
 ) -> dict[str, Any]:
     selection = select_tools(body.tool_choice, conversation.toolbox)
@@ -237,8 +271,11 @@ def _prompt_fields(
     }
 
 
-def names_of(body: ResponsesRequest, key: str) -> Names:
-    """The names of the state to continue from, and `key` for the state of a stored response."""
+def names_of(body: ResponsesRequest, key: str, previous: str | None) -> Names:
+    """The names of the state to continue from, and `key` for the state of a stored response.
+
+    `previous` is the key of the previous response, if that was stored.
+    """
     options = body.prompt_cache_options
     kept = retention(body.prompt_cache_retention)
     pin_s = LIFETIMES_S[options.ttl] if options and options.ttl else None
@@ -248,7 +285,7 @@ def names_of(body: ResponsesRequest, key: str) -> Names:
         kept["ttl_s"] = pin_s or LIFETIMES_S["30m"]
     return Names(
         **kept,
-        cache_key=(options and options.comparison_response_id) or body.previous_response_id,
+        cache_key=(options and options.comparison_response_id) or previous,
         entry_key=key if body.is_stored else None,
         session_id=body.session_id or body.conversation_id,
         prompt_cache_key=body.prompt_cache_key,

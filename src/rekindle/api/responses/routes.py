@@ -7,6 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
 from rekindle.api.base.admin import AdminClient, durability
 from rekindle.api.base.documents import DocumentClient, Lines, Stored, size_bytes
@@ -22,6 +23,12 @@ from rekindle.api.responses.background import (
     replayed,
     stream_of,
 )
+from rekindle.api.responses.compaction import (
+    CompactReply,
+    CompactRequest,
+    compact_request,
+    with_instruction,
+)
 from rekindle.api.responses.errors import (
     ConversationNotFound,
     PreviousResponseNotFound,
@@ -33,8 +40,9 @@ from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses, Response
 from rekindle.api.responses.request import Conversation, count_request, generate_request, names_of
 from rekindle.api.responses.response import ResponseObject, referenced
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
-from rekindle.api.responses.stored import PageQuery, history_of, list_page
+from rekindle.api.responses.stored import PageQuery, history_of, lane_of, list_page
 from rekindle.api.responses.truncation import fitted
+from rekindle.api.responses.websocket import Connection
 from rekindle.errors import BadRequest, NotFound, Unsupported
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop_if_large
@@ -61,7 +69,8 @@ async def create_response(
         request, runtime, conversation.messages, stored_bytes=conversation.size_bytes
     )
     response = ResponseObject(body, runtime.name, models.config_of(runtime))
-    names = names_of(body, response.id)
+    previous = body.previous_response_id
+    names = names_of(body, response.id, None if _unstored(request, previous) else previous)
     turn = generate_request(body, conversation, chat, RequestBuilder.of(request, runtime), names)
     headers = _headers(body, conversation)
     reply = ResponseReply(request, runtime, turn, body, conversation, response, headers=headers)
@@ -86,15 +95,37 @@ async def count_input_tokens(
     return JsonResponse({"object": "response.input_tokens", "input_tokens": found.count})
 
 
+@router.post(f"{ROOT}/compact")
+async def compact_conversation(
+    body: CompactRequest, request: Request, number: ModelNumber = None
+) -> Response:
+    """Replace a conversation by the user's messages and a summary of everything else. Send the
+    `output` as the beginning of the next `input`."""
+    runtime = models_of(request).runtime(body.model, number)
+    conversation = await _conversation(request, runtime, body)
+    messages = with_instruction(conversation.messages)
+    chat = await render_chat(request, runtime, messages, stored_bytes=conversation.size_bytes)
+    turn = compact_request(body, conversation, chat, RequestBuilder.of(request, runtime))
+    return await CompactReply(request, runtime, turn, conversation).respond(stream=False)
+
+
 async def _previous(request: Request, body: PromptFields) -> Stored | None:
     """The response or conversation that the request continues."""
     if key := body.previous_response_id:
         if _being_computed(request, key):
             raise ResponseNotEnded(key)
+        if unstored := _unstored(request, key):
+            return unstored
         return await DocumentClient(request).load(key, PreviousResponseNotFound)
     if key := body.conversation_id:
         return await DocumentClient(request).load(key, ConversationNotFound)
     return None
+
+
+def _unstored(request: Request, key: str | None) -> Stored | None:
+    """A response that was not stored, if it is the last one of this connection."""
+    lane = lane_of(request)
+    return lane.find(key) if lane and key else None
 
 
 async def _conversation(
@@ -192,6 +223,12 @@ async def cancel_response(response_id: str, request: Request) -> Response:
         f"The response is {ended['status']}: only one that is being computed can be cancelled.",
         param="response_id",
     )
+
+
+@router.websocket(ROOT)
+async def respond_over_websocket(websocket: WebSocket) -> None:
+    """Answer `response.create` messages with the events of a stream."""
+    await Connection(websocket).serve()
 
 
 def _being_computed(request: Request, key: str) -> ResponseReply | None:

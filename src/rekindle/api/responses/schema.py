@@ -222,6 +222,11 @@ class PromptFields(StrictModel):
         return self
 
     @property
+    def reply_tokens(self) -> int | None:
+        """The tokens of the reply that have to fit behind the prompt, if that is known."""
+        return None
+
+    @property
     def conversation_id(self) -> str | None:
         given = self.conversation
         return given.id if isinstance(given, ConversationId) else given
@@ -249,6 +254,9 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
         None, description="Whether to answer at once and to compute the response afterwards"
     )
     include: Annotated[list[str], Field(max_length=32)] | None = None
+    generate: bool | None = Field(
+        None, description="false: only prepare the prompt, like `prompt_cache_options.prewarm`"
+    )
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = Field(None, description="Further calls are left out")
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
@@ -281,12 +289,17 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
         return [*super().ignored_fields, *(f"include.{each}" for each in other)]
 
     @property
+    def reply_tokens(self) -> int | None:
+        return self.max_output_tokens
+
+    @property
     def is_stored(self) -> bool:
         return self.store is not False
 
     @property
     def prewarms(self) -> bool:
-        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
+        options = self.prompt_cache_options
+        return self.generate is False or (options is not None and options.prewarm)
 
     @property
     def seals_reasoning(self) -> bool:

@@ -12,7 +12,13 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.documents import Lines, Stored, as_lines, size_bytes
+from rekindle.api.base.documents import (
+    MAX_DOCUMENT_BYTES,
+    Lines,
+    Stored,
+    as_lines,
+    size_bytes,
+)
 from rekindle.api.base.fields import MAX_ID_CHARACTERS
 from rekindle.api.responses.errors import ItemNotFound
 from rekindle.api.responses.items import new_id, stored_items
@@ -24,6 +30,39 @@ from rekindle.http.responses import JsonResponse
 def history_of(stored: Stored) -> Lines:
     """All items of a response or conversation, including the output of a response."""
     return (*stored.lines, *as_lines(stored.object.get("output", ())))
+
+
+LANE = "rekindle.lane"  # key in the scope of a request that came over a WebSocket
+
+
+class Lane:
+    """One of the conversations that a WebSocket carries at the same time.
+
+    Its last response can be continued on the connection even if it was not stored.
+    """
+
+    def __init__(self, unstored: dict[str, Stored]) -> None:
+        """`unstored` has the last responses of all lanes of the connection, by id."""
+        self._unstored = unstored
+        self._last: str | None = None
+
+    def find(self, key: str) -> Stored | None:
+        return self._unstored.get(key)
+
+    def keep(self, response: Stored) -> None:
+        if self._last is not None:
+            self.forget(self._last)
+        if response.memory_bytes <= MAX_DOCUMENT_BYTES:
+            self._unstored[response.key] = response
+            self._last = response.key
+
+    def forget(self, key: str) -> None:
+        self._unstored.pop(key, None)
+
+
+def lane_of(request: Request) -> Lane | None:
+    lane: Lane | None = request.scope.get(LANE)
+    return lane
 
 
 def with_new_ids(before: Lines, added: Lines) -> Lines:

@@ -17,13 +17,14 @@ from rekindle.api.base.messages import Message, rendered
 from rekindle.api.base.request import RenderedChat
 from rekindle.api.responses.items import (
     CallOutput,
+    CompactionItem,
     CustomToolCall,
     FunctionCall,
     MessageItem,
     TextPart,
 )
 from rekindle.api.responses.request import Conversation, count_request
-from rekindle.api.responses.schema import PromptFields, ResponsesRequest
+from rekindle.api.responses.schema import PromptFields
 from rekindle.config import Config
 from rekindle.errors import ContextTooLong, ServerError
 from rekindle.http.body import run_off_loop_if_large
@@ -45,8 +46,7 @@ async def fitted(
     if body.truncation != "auto":
         return conversation
     limit = runtime.loaded.context_tokens
-    reply_tokens = body.max_output_tokens if isinstance(body, ResponsesRequest) else None
-    reserved = min(reply_tokens or 1, limit // 2)
+    reserved = min(body.reply_tokens or 1, limit // 2)
     size_bytes = len(await request.body()) + conversation.size_bytes
 
     def question(begin: int) -> Tokenize:
@@ -107,7 +107,11 @@ def _characters(item: Any) -> int:
             if isinstance(content, str):
                 return len(content)
             return sum(len(part.text) for part in content if isinstance(part, TextPart))
-        case FunctionCall(arguments=text) | CustomToolCall(input=text):
+        case (
+            FunctionCall(arguments=text)
+            | CustomToolCall(input=text)
+            | CompactionItem(encrypted_content=text)
+        ):
             return len(text)
     return 0
 
