@@ -87,10 +87,36 @@ def test_arguments_come_while_they_are_generated() -> None:
     assert "".join(pieces) == PARIS
 
 
-def test_a_truncated_call_keeps_all_of_the_models_text() -> None:
-    script = [*calling(("weather", '{"city": "Par'))[:-1], finished("length")]
-    [call] = whole(*script)["content"]
-    assert call["input"] == {"arguments": '{"city": "Par'}
+@pytest.mark.parametrize("end", ["length", "stop"])
+@pytest.mark.parametrize("arguments", ["", '{"city": "Par', "[1"])
+def test_a_call_that_was_cut_off_is_left_out(end: Any, arguments: str) -> None:
+    """Clients run a call as it is, so it must not have an input that the model did not write."""
+    script = [
+        *calling(("quit", "{}"), ("weather", arguments))[:-1],
+        finished(end, completion_tokens=64),
+    ]
+    message = whole(*script)
+    assert [(block["name"], block["input"]) for block in message["content"]] == [("quit", {})]
+    assert message["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[end]
+
+
+def test_a_stream_ends_the_block_of_a_call_that_was_cut_off() -> None:
+    end = finished("length", completion_tokens=64)
+    script = [*calling(("weather", '{"city": "Par'))[:-1], end]
+    events = events_of(ask(Front(ScriptedRuntime(script)), stream=True))
+    pieces = [each["delta"].get("partial_json", "") for each in events if "delta" in each]
+    assert "".join(pieces) == '{"city": "Par'
+    assert [event["type"] for event in events[-3:]] == [
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+
+
+def test_a_complete_call_is_kept_when_the_reply_ends_at_its_limit() -> None:
+    script = [*calling(("weather", PARIS))[:-1], finished("length")]
+    assert [block["input"] for block in both(*script)["content"]] == [json.loads(PARIS)]
 
 
 def test_reasoning_is_a_block_of_thinking_that_is_signed() -> None:

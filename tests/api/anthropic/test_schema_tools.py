@@ -7,6 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.api.base.tools import MAX_REQUIRED_CALLS
 from rekindle.protocol.requests import ToolUse
 from tests.api.anthropic.asking import LOOK, TOOL, ask, error, refused, requested
 from tests.api.scripted import Front
@@ -20,8 +21,15 @@ SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
         (None, ToolUse()),
         ({"type": "auto"}, ToolUse()),
         ({"type": "auto", "disable_parallel_tool_use": True}, ToolUse(parallel=False)),
-        ({"type": "any"}, ToolUse(choice="required")),
-        ({"type": "tool", "name": "look"}, ToolUse(choice="required", name="look")),
+        ({"type": "any"}, ToolUse(choice="required", parallel=False)),
+        (
+            {"type": "any", "disable_parallel_tool_use": False},
+            ToolUse(choice="required", max_calls=MAX_REQUIRED_CALLS),
+        ),
+        (
+            {"type": "tool", "name": "look"},
+            ToolUse(choice="required", name="look", parallel=False),
+        ),
         ({"type": "none"}, ToolUse(choice="none")),
     ],
 )

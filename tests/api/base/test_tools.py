@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from rekindle.api.base.tools import MAX_REQUIRED_CALLS
 from rekindle.protocol.admin import Validate, Validation
 from rekindle.protocol.events import Reason, Started
 from rekindle.protocol.requests import GenerateRequest, ToolUse
@@ -76,11 +77,14 @@ def test_no_tools_are_none() -> None:
         (None, ToolUse()),
         ("none", ToolUse(choice="none")),
         ("auto", ToolUse(choice="auto")),
-        ("required", ToolUse(choice="required")),
-        (NAMED, ToolUse(choice="required", name="get_weather")),
+        ("required", ToolUse(choice="required", parallel=False)),
+        (NAMED, ToolUse(choice="required", name="get_weather", parallel=False)),
         (allowed("auto", *TOOLS), ToolUse(choice="auto")),
-        (allowed("required", *TOOLS), ToolUse(choice="required")),
-        (allowed("required", NAMED), ToolUse(choice="required", name="get_weather")),
+        (allowed("required", *TOOLS), ToolUse(choice="required", parallel=False)),
+        (
+            allowed("required", NAMED),
+            ToolUse(choice="required", name="get_weather", parallel=False),
+        ),
     ],
 )
 def test_each_choice_has_its_word_and_leaves_the_prompt_alone(choice: Any, use: ToolUse) -> None:
@@ -97,6 +101,16 @@ def test_tools_that_are_not_allowed_are_not_offered() -> None:
 @pytest.mark.parametrize(("sent", "parallel"), [(None, True), (True, True), (False, False)])
 def test_parallel_calls_can_be_refused(sent: bool | None, parallel: bool) -> None:
     assert requested(tools=TOOLS, parallel_tool_calls=sent).tool_use.parallel is parallel
+
+
+@pytest.mark.parametrize("choice", ["required", allowed("required", *TOOLS), NAMED])
+def test_a_reply_that_has_to_call_ends_after_one_call_unless_asked_otherwise(choice: Any) -> None:
+    """Nothing else ends it, and small models call again and again."""
+    fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice}
+    for sent in (None, False):
+        assert not requested(**fields, parallel_tool_calls=sent).tool_use.parallel
+    several = requested(**fields, parallel_tool_calls=True).tool_use
+    assert (several.parallel, several.max_calls) == (True, MAX_REQUIRED_CALLS)
 
 
 def test_every_choice_of_an_answer_has_the_same_tools() -> None:

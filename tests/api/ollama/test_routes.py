@@ -102,6 +102,18 @@ def test_tool_call_deltas_carry_their_index_and_whole_arguments() -> None:
     assert chat(front, stream=False).json()["message"]["tool_calls"] == expected
 
 
+@pytest.mark.parametrize("arguments", ["", '{"city": "Ro'])
+def test_a_call_that_was_cut_off_is_left_out(arguments: str) -> None:
+    calls = calling(("time", "{}"), ("weather", arguments))
+    front = Front(ScriptedRuntime([*calls[:-1], finished("length")]))
+    expected = [{"function": {"index": 0, "name": "time", "arguments": {}}}]
+    found = lines(chat(front))
+    assert [call for each in found for call in each["message"].get("tool_calls", ())] == expected
+    assert found[-1]["done_reason"] == "length"
+    whole = chat(front, stream=False).json()
+    assert (whole["message"]["tool_calls"], whole["done_reason"]) == (expected, "length")
+
+
 def test_a_stream_is_not_silent_while_arguments_are_generated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

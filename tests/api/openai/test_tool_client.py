@@ -131,7 +131,7 @@ def test_calls_are_parsed_into_their_models() -> None:
         GetWeather(city="Paris", days=2),
         GetWeather(city="Rome", days=1),
     ]
-    assert runtime.requested.tool_use == ToolUse(choice="required")
+    assert runtime.requested.tool_use == ToolUse(choice="required", parallel=False)
     assert runtime.requested.tools is not None
     assert runtime.requested.tools[0]["function"]["strict"] is True
 

@@ -133,6 +133,22 @@ def test_missing_output_index() -> None:
     assert all(each["item_id"] == ids[each["output_index"]] for each in deltas)
 
 
+@pytest.mark.parametrize("end", ["length", "stop"])
+@pytest.mark.parametrize("arguments", ["", '{"city": "Par'])
+def test_a_call_that_was_cut_off_is_incomplete_and_not_shown_to_the_model(
+    end: Any, arguments: str
+) -> None:
+    script = [*calling(("look", "{}"), ("look", arguments))[:-1], finished(end)]
+    whole, cut = both(*script, tools=[TOOL])["output"]
+    assert (whole["status"], whole["arguments"]) == ("completed", "{}")
+    assert (cut["status"], cut["arguments"]) == ("incomplete", arguments)
+    front = front_of(script, reply("x"))
+    first = answered(front, tools=[TOOL])
+    answered(front, tools=[TOOL], previous_response_id=first["id"], input="Again.")
+    sent = (front.runtime.requests[1].messages or [])[1]
+    assert len(sent["tool_calls"]) == 1
+
+
 def test_silence_while_tool_arguments_are_generated() -> None:
     """ollama #14902: arguments come as they are written."""
     told = events_of(ask(front_of(calling(("look", PARIS))), tools=[TOOL], stream=True))
@@ -277,7 +293,7 @@ def test_a_response_repeats_the_request() -> None:
         "reasoning": {"effort": "low", "summary": None},
         "temperature": 0.5,
         "tool_choice": {"type": "function", "name": "look"},
-        "tools": [TOOL],
+        "tools": [{**TOOL, "strict": None}],
         "top_p": 0.25,
         "user": "u",
         "prompt_cache_key": "k",

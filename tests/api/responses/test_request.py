@@ -222,9 +222,15 @@ def test_items_of_tools_that_are_not_here_are_left_out_and_named() -> None:
         (None, ToolUse()),
         ("auto", ToolUse()),
         ("none", ToolUse(choice="none")),
-        ("required", ToolUse(choice="required")),
-        ({"type": "function", "name": "look"}, ToolUse(choice="required", name="look")),
-        ({"type": "custom", "name": "patch"}, ToolUse(choice="required", name="patch")),
+        ("required", ToolUse(choice="required", parallel=False)),
+        (
+            {"type": "function", "name": "look"},
+            ToolUse(choice="required", name="look", parallel=False),
+        ),
+        (
+            {"type": "custom", "name": "patch"},
+            ToolUse(choice="required", name="patch", parallel=False),
+        ),
         ({"type": "web_search"}, ToolUse()),
         (
             {
@@ -232,7 +238,7 @@ def test_items_of_tools_that_are_not_here_are_left_out_and_named() -> None:
                 "mode": "required",
                 "tools": [{"type": "function", "name": "look"}],
             },
-            ToolUse(choice="required", name="look"),
+            ToolUse(choice="required", name="look", parallel=False),
         ),
     ],
 )

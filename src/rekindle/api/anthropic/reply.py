@@ -11,7 +11,7 @@ from starlette.requests import Request
 from rekindle.api.anthropic.caching import diagnostics, input_usage, lifetime_of, usage
 from rekindle.api.anthropic.schema import MessagesRequest
 from rekindle.api.anthropic.threads import Thread
-from rekindle.api.base.reply import Reply, x_cache
+from rekindle.api.base.reply import Reply, is_complete, x_cache
 from rekindle.api.base.signature import seal, sign
 from rekindle.http.responses import sse_event
 from rekindle.protocol.events import (
@@ -62,8 +62,12 @@ class ReplyContent:
             case ArgumentsDelta(_, text):
                 return [self._delta(text, "input_json_delta", "partial_json")]
 
-    def close(self) -> list[SseEvent]:
-        """End the open block, if there is one."""
+    def close(self, *, is_cut: bool = False) -> list[SseEvent]:
+        """End the open block, if there is one.
+
+        `is_cut` means that the reply was cut off. A call without all of its input is then left out
+        of the message. A stream has sent a part of the input, which ends as it is.
+        """
         if not self._is_open:
             return []
         self._is_open = False
@@ -78,7 +82,10 @@ class ReplyContent:
                 events = [self._event("content_block_delta", delta=signature)]
             case "tool_use":
                 block["input"] = _input(text)
-        return [*events, self._event("content_block_stop")]
+        events.append(self._event("content_block_stop"))
+        if is_cut and block["type"] == "tool_use" and not is_complete(text):
+            self.blocks.pop()
+        return events
 
     def _opened(self, block: dict[str, Any]) -> list[SseEvent]:
         """Open a block for a part, unless one of this type is open."""
@@ -100,7 +107,7 @@ class ReplyContent:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments. A call that was cut off has its text as the only argument."""
+    """Parse a call's arguments. A call whose arguments are no object has them as its only one."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -140,7 +147,7 @@ class MessageReply(Reply):
 
     async def body(self) -> dict[str, Any]:
         [finished] = self.finished
-        self._content.close()
+        self._content.close(is_cut=finished.reason != "tool_calls")
         await self._keep_thread()
         return {
             **self._message,
@@ -158,7 +165,8 @@ class MessageReply(Reply):
             case Started():
                 return [self._message_start(event)]
             case Finished():
-                blocks = [sse_event(each["type"], each) for each in self._content.close()]
+                closed = self._content.close(is_cut=event.reason != "tool_calls")
+                blocks = [sse_event(each["type"], each) for each in closed]
                 return [*blocks, self._message_delta(event)]
         return []
 

@@ -146,7 +146,8 @@ class Toolbox:
                 selection = ToolSelection("required", frozenset([choice.name]))
             case "any" | "tool" if not self.ignored:
                 raise BadRequest(_missing(choice), param="tool_choice")
-        return selection.tool_use(parallel=not choice.disable_parallel_tool_use)
+        disabled = choice.disable_parallel_tool_use
+        return selection.tool_use(parallel=None if disabled is None else not disabled)
 
 
 def _missing(choice: ToolChoice) -> str:

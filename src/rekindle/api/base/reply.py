@@ -449,6 +449,14 @@ def log_line(turn: Finished) -> str:
     )
 
 
+def is_complete(arguments: str) -> bool:
+    """Whether the arguments of a call that was cut off are all there."""
+    try:
+        return isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
 def token_logprobs(logprobs: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     """Each token with the best alternatives, as OpenAI's APIs show them."""
     return [

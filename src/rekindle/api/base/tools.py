@@ -45,6 +45,7 @@ def _distinct(tools: list[Tool]) -> list[Tool]:
 
 
 MAX_TOOLS = 128
+MAX_REQUIRED_CALLS = 8  # in one reply that has to call
 Tools = Annotated[
     list[Tool],
     Field(fail_fast=True),
@@ -72,9 +73,20 @@ class ToolSelection:
         names = tuple(self.names or ())
         return names[0] if self.choice == "required" and len(names) == 1 else None
 
-    def tool_use(self, *, parallel: bool, max_calls: int | None = None) -> ToolUse:
+    def tool_use(self, *, parallel: bool | None, max_calls: int | None = None) -> ToolUse:
+        """`parallel` is whether the client asks for several calls; None: it does not say.
+
+        A reply that has to call ends after one call, unless the client asks for more: nothing else
+        would end it, and small models repeat the call.
+        """
+        is_required = self.choice == "required"
+        if is_required and parallel:
+            max_calls = min(max_calls or MAX_REQUIRED_CALLS, MAX_REQUIRED_CALLS)
         return ToolUse(
-            choice=self.choice, name=self._forced, parallel=parallel, max_calls=max_calls
+            choice=self.choice,
+            name=self._forced,
+            parallel=not is_required if parallel is None else parallel,
+            max_calls=max_calls,
         )
 
     def shows(self, name: str) -> bool:

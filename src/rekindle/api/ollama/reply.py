@@ -14,7 +14,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
-from rekindle.api.base.reply import Reply, ignored_headers, token_logprobs, x_cache
+from rekindle.api.base.reply import (
+    Reply,
+    ignored_headers,
+    is_complete,
+    token_logprobs,
+    x_cache,
+)
 from rekindle.api.ollama.request import Context
 from rekindle.api.ollama.schema import RequestBase
 from rekindle.errors import ServerError
@@ -107,7 +113,7 @@ class OllamaReply(Reply):
 
     async def body(self) -> dict[str, Any]:
         reply = self._message
-        message = self.message(reply.text, reply.reasoning, calls(reply.tool_calls))
+        message = self.message(reply.text, reply.reasoning, calls(self._whole()))
         whole = {**message, **_logprobs(reply.logprobs)}
         return stamped(self._model, {**whole, **await self._end()})
 
@@ -131,11 +137,16 @@ class OllamaReply(Reply):
                 return [self.message()]  # a call is sent whole, which may take long
         return self._whole_calls(unfinished=1)
 
+    def _whole(self) -> list[ToolCall]:
+        """The calls of the reply. One that was cut off is left out."""
+        made, [finished] = self._message.tool_calls, self.finished
+        is_cut = finished.reason != "tool_calls" and made and not is_complete(made[-1].arguments)
+        return made[:-1] if is_cut else made
+
     def _whole_calls(self, unfinished: int = 0) -> list[dict[str, Any]]:
         """The calls that were not sent, except for the last `unfinished` ones."""
-        done = self._message.tool_calls[
-            self._calls_sent : len(self._message.tool_calls) - unfinished
-        ]
+        made = self._message.tool_calls if self.finished == [] else self._whole()
+        done = made[self._calls_sent : len(made) - unfinished]
         first, self._calls_sent = self._calls_sent, self._calls_sent + len(done)
         return [self.message(calls=calls(done, first))] if done else []
 
@@ -204,7 +215,7 @@ def calls(made: list[ToolCall], first: int = 0) -> list[dict[str, Any]]:
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
-    """Ollama's arguments are an object. Those of a call that was cut off cannot be parsed."""
+    """Ollama's arguments are an object."""
     try:
         found = json.loads(call.arguments)
     except json.JSONDecodeError:

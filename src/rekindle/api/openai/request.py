@@ -25,7 +25,7 @@ def chat_requests(
         "template_kwargs": _template_kwargs(body),
         **_prompt_end(body, config),
         "tools": described(tools),
-        "tool_use": selection.tool_use(parallel=body.parallel_tool_calls is not False),
+        "tool_use": selection.tool_use(parallel=body.parallel_tool_calls),
         "progress": body.progress is not None,
     }
     max_tokens = _limit(body.max_completion_tokens or body.max_tokens, config.max_tokens)

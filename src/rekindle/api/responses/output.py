@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle.api.base.reply import token_logprobs
+from rekindle.api.base.reply import is_complete, token_logprobs
 from rekindle.api.base.signature import seal
 from rekindle.api.responses.items import PREFIXES
 from rekindle.api.responses.tools import CustomInput, Toolbox
@@ -66,8 +66,12 @@ class ReplyItems:
                     return [self._delta(text)]
                 return self._input_delta(self._custom.add(text))
 
-    def close(self, status: str = "completed") -> list[Event]:
-        """End the open item, if there is one."""
+    def close(self, status: str = "completed", *, is_cut: bool = False) -> list[Event]:
+        """End the open item, if there is one.
+
+        `is_cut` means that a call may lack some of its arguments. It is then incomplete, and keeps
+        those that there are.
+        """
         if not self._is_open:
             return []
         self._is_open = False
@@ -76,7 +80,10 @@ class ReplyItems:
             case "message" | "reasoning":
                 events = self._close_content(item)
             case "function_call":
-                item["arguments"] = "".join(self._pieces) or "{}"
+                arguments = "".join(self._pieces)
+                if is_cut and not is_complete(arguments):
+                    status = "incomplete"
+                item["arguments"] = arguments or ("{}" if status == "completed" else "")
                 done = {"arguments": item["arguments"], "name": item["name"]}
                 events = [self._event("done", **done)]
             case "custom_tool_call":

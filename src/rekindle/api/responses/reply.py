@@ -241,7 +241,7 @@ class ResponseReply(Reply):
                 self._waits = False
                 return [self._lifecycle("in_progress", self._response.begun())]
             case Finished():
-                return self._numbered(self._items.close(_status(event)))
+                return self._numbered(self._close_items(event))
         return []
 
     async def end(self) -> bytes:
@@ -274,9 +274,13 @@ class ResponseReply(Reply):
             event["sequence_number"] = next(self._numbers)
         return [sse_event(event["type"], event) for event in events]
 
+    def _close_items(self, finished: Finished) -> list[dict[str, Any]]:
+        """End the open item. An open call was cut off, unless the reply ends with calls."""
+        return self._items.close(_status(finished), is_cut=finished.reason != "tool_calls")
+
     async def _end(self) -> dict[str, Any]:
         [finished] = self.finished
-        self._items.close(_status(finished))
+        self._close_items(finished)
         options = self._body.prompt_cache_options
         fields: dict[str, Any] = {
             "usage": usage(finished, options.ttl if options else None),

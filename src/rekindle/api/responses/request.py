@@ -11,6 +11,7 @@ from typing import Any
 from rekindle.api.base.documents import STORED_S, Lines, as_lines, size_bytes
 from rekindle.api.base.fields import MAX_ITEMS, TextBudget
 from rekindle.api.base.messages import Message, ToolCall, plain_message, reply_message, tool_call
+from rekindle.api.base.reply import is_complete
 from rekindle.api.base.request import EFFORTS, RenderedChat, RequestBuilder, or_default, retention
 from rekindle.api.base.signature import signed_text
 from rekindle.api.responses.items import (
@@ -90,7 +91,7 @@ class _Rendering:
                 case MessageItem(role="assistant"):
                     reply.texts.append(text_of(item.content))
                 case FunctionCall():
-                    reply.calls.append(self._call(item, item.arguments))
+                    reply.calls += self._function_call(item)
                 case CustomToolCall():
                     arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
                     reply.calls.append(self._call(item, arguments))
@@ -119,6 +120,12 @@ class _Rendering:
                 param="input",
             )
         return f"{SUMMARY}\n\n{summary}"
+
+    def _function_call(self, item: FunctionCall) -> list[ToolCall]:
+        """The call, unless the reply was cut off in it."""
+        if item.status == "incomplete" and not is_complete(item.arguments):
+            return []
+        return [self._call(item, item.arguments)]
 
     def _call(self, item: FunctionCall | CustomToolCall, arguments: str) -> ToolCall:
         name = self._toolbox.resolve(item.name, item.namespace)
@@ -239,7 +246,7 @@ def generate_request(
     return builder.build(
         **prompt_fields(body, conversation, chat, config),
         tool_use=selection.tool_use(
-            parallel=body.parallel_tool_calls is not False, max_calls=body.max_tool_calls
+            parallel=body.parallel_tool_calls, max_calls=body.max_tool_calls
         ),
         structured_output=body.structure,
         prepare=Prepare(ttl_s=names.ttl_s) if body.prewarms else None,
