@@ -162,8 +162,8 @@ def test_errors_are_the_clients_own() -> None:
             client.responses.create(**{**ASK, "model": "gpt-7"})
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="wrong").responses.create(**ASK)
-        with pytest.raises(openai.BadRequestError, match="background"):
-            client.responses.create(**ASK, background=True)
+        with pytest.raises(openai.BadRequestError, match="prompt"):
+            client.responses.create(**ASK, prompt={"id": "p"})
 
 
 def test_a_failed_stream_ends_with_an_error() -> None:
