@@ -84,7 +84,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-EXPOSED_HEADERS = "x-request-id, retry-after"  # that scripts of web pages may read
+# Anthropic's clients read the second one.
+REQUEST_ID_HEADERS = (REQUEST_ID_HEADER, "request-id")
+EXPOSED_HEADERS = "x-request-id, request-id, retry-after"  # that scripts of web pages may read
 APPLICATION = "rekindle.application"  # key in a WebSocket's scope of this application
 DRAIN_CHECK_S = 0.5
 SERVICE_RESTART = 1012  # code with which a WebSocket ends
@@ -148,7 +150,7 @@ class RequestMiddleware:
                 headers = Headers(scope=scope)
                 with request_context(headers.get(REQUEST_ID_HEADER)) as request_id:
                     added = self._cors.headers(headers.get("origin"))
-                    added[REQUEST_ID_HEADER] = request_id
+                    added |= dict.fromkeys(REQUEST_ID_HEADERS, request_id)
                     await self._http(scope, headers, receive, _with_headers(send, added))
             case "lifespan":
                 await self._app(scope, receive, send)

@@ -129,6 +129,17 @@ def test_models_are_listed() -> None:
         assert client.models.retrieve("tiny").display_name == "tiny"
 
 
+def test_the_client_knows_the_id_of_its_request() -> None:
+    headers = {"x-request-id": "mine"}
+    with client_of() as (client, _):
+        assert client.messages.create(**ASK, extra_headers=headers)._request_id == "mine"
+        with client.messages.stream(**ASK, extra_headers=headers) as stream:
+            assert stream.request_id == "mine"
+        with pytest.raises(anthropic.NotFoundError) as caught:
+            client.messages.create(**{**ASK, "model": "gpt-7"}, extra_headers=headers)
+        assert caught.value.request_id == "mine"
+
+
 def test_errors_are_the_clients_own() -> None:
     with client_of([failed(503, "server_error", None, "died")]) as (client, _):
         with pytest.raises(anthropic.APIStatusError, match="died"):

@@ -178,6 +178,47 @@ def test_a_reference_to_no_tool_is_refused() -> None:
     assert "'no', which is not among `tools`" in refused(tools=[TOOL], messages=[USER, CALL, found])
 
 
+def test_a_document_may_have_content_a_context_and_citations_that_are_off() -> None:
+    [message] = messages_sent(
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "document",
+                    "title": "Notes",
+                    "context": "Of May.",
+                    "citations": {"enabled": False},
+                    "source": {"type": "content", "content": [{"type": "text", "text": "One."}]},
+                },
+                {"type": "document", "source": {"type": "content", "content": "Two."}},
+            ],
+        }
+    )
+    assert message["content"] == "Notes\nOf May.\nOne.\nTwo."
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+
+
+@pytest.mark.parametrize(
+    "source", [PDF, {"type": "url", "url": "https://x/y.pdf"}, {"type": "file", "file_id": "f"}]
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_file_is_refused_with_a_remedy(source: dict[str, Any], within: bool) -> None:
+    block: dict[str, Any] = {"type": "document", "source": source}
+    if within:
+        block = {"type": "tool_result", "tool_use_id": "a", "content": [block]}
+    message = refused(messages=[{"role": "user", "content": [block]}])
+    assert "such as PDF, are not read here: extract the text" in message
+
+
+def test_citations_are_refused() -> None:
+    source = {"type": "text", "data": "One."}
+    block = {"type": "document", "source": source, "citations": {"enabled": True}}
+    message = refused(messages=[{"role": "user", "content": [block]}])
+    assert "replies have no citations" in message
+
+
 def test_documents_and_search_results_are_text() -> None:
     blocks = [
         {"type": "document", "title": "Notes", "source": {"type": "text", "data": "One."}},
@@ -208,7 +249,7 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
         ([text("x"), {"type": "text"}], "block 1: `text` is missing"),
         (17, "takes a string, or a list of content blocks"),
         ([{"type": "image", "source": {"type": "base64", "data": ""}}], "block 0: `media_type`"),
-        ([{"type": "document", "source": {"type": "base64", "data": "x"}}], "block 0"),
+        ([{"type": "document", "source": {"type": "page", "data": "x"}}], "block 0"),
         ([CALL["content"][0]], "'tool_use' belong in messages of the role 'assistant'"),
     ],
 )

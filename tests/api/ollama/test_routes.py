@@ -8,10 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
+from langchain_core.messages import HumanMessage
+from langchain_core.tools import tool
+from langchain_ollama import ChatOllama
 
 from rekindle.errors import TooManyRequests
 from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized, pack_ids
 from rekindle.protocol.events import Started, TokenLogprob
+from tests.api.live import live
 from tests.api.scripted import (
     Front,
     Script,
@@ -174,6 +178,55 @@ def test_calls_and_results_get_the_same_ids_in_every_turn() -> None:
     ids = [each["id"] for each in asked[1]["tool_calls"]]
     assert ids == ["000000000", "000000001"]
     assert [each["tool_call_id"] for each in asked[2:]] == ids
+
+
+@pytest.mark.parametrize("by", ["tool_call_id", "tool_name"])
+def test_results_in_another_order_belong_to_their_calls(by: str) -> None:
+    """LangChain sends ids, and Ollama's own client sends names."""
+    front = Front()
+    calls = [{"id": f"id-{name}", "function": {"name": name}} for name in ("rain", "time", "wind")]
+    results = {"tool_call_id": "id-{}", "tool_name": "{}"}
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *(
+            {"role": "tool", "content": name, by: results[by].format(name)}
+            for name in ("wind", "rain", "time")
+        ),
+    ]
+    chat(front, messages=messages)
+    asked = front.runtime.requested.messages or []
+    ids = {each["function"]["name"]: each["id"] for each in asked[1]["tool_calls"]}
+    assert [ids[each["content"]] for each in asked[2:]] == [
+        each["tool_call_id"] for each in asked[2:]
+    ]
+
+
+def test_langchain_calls_tools_and_reads_log_probabilities() -> None:
+    @tool
+    def weather(city: str) -> str:
+        """Tell the weather of a city."""
+        return f"sun in {city}"
+
+    called = calling(("weather", '{"city": "Rome"}'), before=[delta("Well.")])
+    logged = reply("Sunny.", logs=[[TokenLogprob(b"Sunny.", -0.5, [(b"Rainy.", -1.0)])]])
+    runtime = ScriptedRuntime(called, logged, called)
+    with live(Front(runtime)) as server:
+        model = ChatOllama(model="tiny", base_url=server.url, logprobs=True, top_logprobs=1)
+        with_tools = model.bind_tools([weather])
+        first = with_tools.invoke("How is Rome?")
+        [call] = first.tool_calls
+        assert (call["name"], call["args"]) == ("weather", {"city": "Rome"})
+        last = with_tools.invoke([HumanMessage("How is Rome?"), first, weather.invoke(call)])
+        [chunk] = [each for each in with_tools.stream("?") if each.tool_calls]
+        assert chunk.tool_calls[0]["args"] == {"city": "Rome"}
+        model._client.close()  # LangChain leaves its connection open
+    assert last.content == "Sunny."
+    [logprob] = last.response_metadata["logprobs"]
+    assert (logprob["token"], logprob["logprob"]) == ("Sunny.", -0.5)
+    sent = runtime.requests[1].messages or []
+    assert sent[1]["tool_calls"][0]["id"] == sent[2]["tool_call_id"]
+    assert sent[2]["content"] == "sun in Rome"
 
 
 def test_a_name_may_have_the_tag_latest() -> None:

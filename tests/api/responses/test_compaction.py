@@ -59,7 +59,7 @@ def test_the_prompt_of_a_summary_begins_like_the_conversation() -> None:
 def test_the_instruction_joins_a_last_message_of_the_user() -> None:
     front = front_of()
     compacted(front, USER)
-    [only] = front.runtime.requested.messages or ()
+    [only] = front.runtime.requested.messages or [{}]
     assert only["content"] == f"{USER['content']}\n\n{INSTRUCTION}"
 
 

@@ -256,7 +256,7 @@ def test_an_old_connection_is_closed_with_an_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_server_that_stops_lets_a_response_end_and_closes_the_connection() -> None:
-    script = [Started(0, 10, 0), delta("Hel"), *(delta(".") for _ in range(50)), finished()]
+    script: Script = [Started(0, 10, 0), delta("Hel"), *(delta(".") for _ in range(50)), finished()]
     with live(Front(runtime_of(script))) as server, socket_of(server) as opened:
         opened.send(json.dumps(UNSTORED))
         while told(opened)["type"] != "response.output_text.delta":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from rekindle.api.base.fields import MAX_ITEMS, StrictModel, explain_items, limit_depth
+from rekindle.errors import Unsupported
 
 #: Blocks of tools that run on Anthropic's servers. They are left out of the prompt.
 ServerBlock = Literal[
@@ -75,12 +76,55 @@ class TextSource(StrictModel):
     data: str
 
 
+class ContentSource(StrictModel):
+    type: Literal["content"]
+    content: TextOrBlocks[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]]
+
+
+def _refuse_files(source: Any) -> Any:
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind in ("base64", "url", "file"):
+        raise Unsupported(
+            "documents in files, such as PDF, are not read here: extract the text, and send it as "
+            '`"source": {"type": "text", "media_type": "text/plain", "data": …}`',
+            param="messages",
+        )
+    return source
+
+
+class Citations(StrictModel):
+    enabled: bool | None = None
+
+
+def _refuse_citations(citations: Citations) -> Citations:
+    if citations.enabled:
+        raise Unsupported(
+            "replies have no citations: leave `citations` of documents out", param="messages"
+        )
+    return citations
+
+
 class DocumentBlock(Block):
-    """A document of plain text. PDF files are not supported."""
+    """A document of plain text, or of blocks of text and images. Files are refused."""
 
     type: Literal["document"]
-    source: TextSource
+    source: Annotated[
+        TextSource | ContentSource,
+        Field(discriminator="type"),
+        BeforeValidator(_refuse_files),
+    ]
     title: str | None = None
+    context: str | None = None
+    citations: Annotated[Citations, AfterValidator(_refuse_citations)] | None = None
+
+    @property
+    def parts(self) -> list[Any]:
+        """Its title, its context and its content, as blocks."""
+        texts = filter(None, [self.title, self.context])
+        before = [block for text in texts for block in as_blocks(text)]
+        source = self.source
+        content = source.data if isinstance(source, TextSource) else source.content
+        return [*before, *as_blocks(content)]
 
 
 class SearchResultBlock(Block):

@@ -90,7 +90,8 @@ class _Rendering:
 
     def _content(self, blocks: Sequence[Any]) -> str | Parts:
         """Join the blocks to one text, unless there are images."""
-        parts = [part for block in blocks if (part := self._part(block)) is not None]
+        shown = (each for block in blocks for each in _opened(block))
+        parts = [part for block in shown if (part := self._part(block)) is not None]
         if any(isinstance(part, ImagePart) for part in parts):
             return parts
         return SEPARATOR.join(part.text for part in parts if isinstance(part, TextPart))
@@ -101,9 +102,6 @@ class _Rendering:
                 return self._text_part(block.text)
             case ImageBlock():
                 return ImagePart.model_construct(type="image_url", image_url=block.source.url)
-            case DocumentBlock():
-                titled = filter(None, [block.title, block.source.data])
-                return self._text_part(SEPARATOR.join(titled))
             case SearchResultBlock():
                 texts = [block.title, block.source, *(each.text for each in block.content)]
                 return self._text_part(SEPARATOR.join(texts))
@@ -149,6 +147,11 @@ class _Rendering:
 
     def _text_part(self, text: str) -> TextPart:
         return _text_part(self._budget.take(text))
+
+
+def _opened(block: Any) -> list[Any]:
+    """The blocks of a document, or the block itself."""
+    return block.parts if isinstance(block, DocumentBlock) else [block]
 
 
 def _text_part(text: str) -> TextPart:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Sequence
+from itertools import chain, count
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,7 +12,7 @@ from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import explain, stop_list
 from rekindle.api.base.messages import Message, plain_message, rendered
 from rekindle.api.base.request import RequestBuilder
-from rekindle.api.ollama.schema import OllamaGenerateRequest, OllamaMessage, RequestBase
+from rekindle.api.ollama.schema import OllamaGenerateRequest, OllamaMessage, RequestBase, ToolCall
 from rekindle.errors import BadRequest, TooManyRequests, Unavailable
 from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.protocol.requests import GenerateRequest
@@ -39,32 +39,56 @@ def generate_request(
 
 
 def messages_of(sent: Sequence[OllamaMessage]) -> list[Message]:
-    """Convert messages. Ollama's calls have no ids and their results follow in order, so both get
-    consecutive numbers. A call has the same number in every later turn."""
-    called = _ids()
-    answered = _ids()
+    """Convert messages. Calls get consecutive numbers as their ids: most clients send none, and a
+    number is the same in every later turn."""
+    calls = _Calls()
     try:
-        return [_message(each, called, answered) for each in sent]
+        return [_message(each, calls) for each in sent]
     except ValidationError as error:
         raise explain(error.errors()) from None
 
 
-def _ids() -> Iterator[str]:
-    """Ids of nine digits: Mistral's templates refuse any other length."""
-    return (f"{number:09d}" for number in count())
+class _Calls:
+    """Numbers the calls of a conversation, and finds the call that a result belongs to."""
+
+    def __init__(self) -> None:
+        self._numbers = count()
+        self._unanswered: list[tuple[str, ToolCall]] = []  # of the last message, with numbers
+
+    def begin(self, calls: Sequence[ToolCall]) -> list[str]:
+        """Number the calls of a message. The results after it belong to them."""
+        numbers = [self._next() for _ in calls]
+        self._unanswered = list(zip(numbers, calls, strict=True))
+        return numbers
+
+    def _next(self) -> str:
+        """Nine digits: Mistral's templates refuse an id of any other length."""
+        return f"{next(self._numbers):09d}"
+
+    def answer(self, result: OllamaMessage) -> str:
+        """The number of the call with the result's id, else with its name, else the first one."""
+        waiting = self._unanswered
+        sent = result.tool_call_id
+        by_id = (each for each in waiting if sent is not None and each[1].id == sent)
+        by_name = (each for each in waiting if each[1].function.name == result.tool_name)
+        found = next(chain(by_id, by_name, waiting), None)
+        if found is None:
+            return self._next()
+        waiting.remove(found)
+        return found[0]
 
 
-def _message(sent: OllamaMessage, called: Iterator[str], answered: Iterator[str]) -> Message:
+def _message(sent: OllamaMessage, calls: _Calls) -> Message:
     fields: dict[str, Any] = {"role": sent.role, "content": _content(sent)}
     if sent.thinking:
         fields["reasoning_content"] = sent.thinking
     if sent.tool_calls:
         fields["tool_calls"] = [
-            {"id": next(called), "type": "function", "function": call.function.model_dump()}
-            for call in sent.tool_calls
+            {"id": number, "type": "function", "function": call.function.model_dump()}
+            for number, call in zip(calls.begin(sent.tool_calls), sent.tool_calls, strict=True)
         ]
     if sent.role == "tool":
-        fields["tool_call_id"] = next(answered)
+        fields["tool_call_id"] = calls.answer(sent)
         if sent.tool_name:
             fields["name"] = sent.tool_name
     return Message.model_validate(fields)

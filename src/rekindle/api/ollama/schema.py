@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from rekindle.api.base.fields import (
+    MAX_ID_CHARACTERS,
     MAX_ITEMS,
     MAX_TOKENS,
     WHOLE,
@@ -145,7 +146,11 @@ class CalledFunction(StrictModel):
     arguments: Arguments = Field(default_factory=dict)
 
 
+CallId = Annotated[str, Field(max_length=MAX_ID_CHARACTERS)]
+
+
 class ToolCall(StrictModel):
+    id: CallId | None = None
     function: CalledFunction
 
 
@@ -159,6 +164,7 @@ class OllamaMessage(StrictModel):
     images: Images | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
+    tool_call_id: CallId | None = None
 
     @model_validator(mode="after")
     def _assistant_has_no_images(self) -> OllamaMessage:
