@@ -51,6 +51,12 @@ class BodyTooLarge(BadRequest):
 class TooManyValues(BadRequest):
     code = "too_many_values"
 
+    def __init__(self) -> None:
+        super().__init__(
+            f"The body has more than {LIMITS.punctuation} commas, colons and opening brackets: "
+            "send fewer or shorter messages."
+        )
+
 
 class BodyTooSlow(BadRequest):
     status, code = 408, "body_too_slow"
@@ -70,6 +76,18 @@ async def _receive_until(deadline_s: float, receive: Receive) -> Message:
 
 def _deadline_s() -> float:
     return asyncio.get_running_loop().time() + LIMITS.timeout_s
+
+
+def _punctuation(part: bytes) -> int:
+    return len(part) - len(part.translate(None, PUNCTUATION))
+
+
+def check_message(content: bytes) -> None:
+    """Refuse a message that would be refused as a body, before it is parsed."""
+    if len(content) > LIMITS.body_bytes:
+        raise BodyTooLarge
+    if _punctuation(content) > LIMITS.punctuation:
+        raise TooManyValues
 
 
 def check_announced_size(content_length: str) -> None:
@@ -162,17 +180,14 @@ class LimitedBody:
     def _check(self, part: bytes) -> None:
         if self._body_bytes + len(part) > LIMITS.body_bytes:
             raise BodyTooLarge
-        punctuation = len(part) - len(part.translate(None, PUNCTUATION))
+        punctuation = _punctuation(part)
         size_bytes = len(part) + VALUE_BYTES * punctuation
         self._held.add(self._caller, size_bytes)
         self._held_bytes += size_bytes
         self._body_bytes += len(part)
         self._punctuation += punctuation
         if self._punctuation > LIMITS.punctuation:
-            raise TooManyValues(
-                f"The body has more than {LIMITS.punctuation} commas, colons and opening brackets: "
-                "send fewer or shorter messages."
-            )
+            raise TooManyValues
 
 
 def upload(receive: Receive) -> Receive:

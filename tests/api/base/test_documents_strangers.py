@@ -79,6 +79,7 @@ WAYS: list[Way] = [
     ("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "{item}"}]}),
     ("POST", "/v1/responses/input_tokens", {"input": "x", "previous_response_id": "{response}"}),
     ("GET", "/v1/responses/{response}", None),
+    ("GET", "/v1/responses/{response}?stream=true", None),
     ("GET", "/v1/responses/{response}/input_items", None),
     ("POST", "/v1/responses/{response}/cancel", None),
     ("DELETE", "/v1/responses/{response}", None),

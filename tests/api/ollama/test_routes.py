@@ -220,7 +220,8 @@ def test_langchain_calls_tools_and_reads_log_probabilities() -> None:
         last = with_tools.invoke([HumanMessage("How is Rome?"), first, weather.invoke(call)])
         [chunk] = [each for each in with_tools.stream("?") if each.tool_calls]
         assert chunk.tool_calls[0]["args"] == {"city": "Rome"}
-        model._client.close()  # LangChain leaves its connection open
+        client: Any = model._client
+        client.close()  # LangChain leaves its connection open
     assert last.content == "Sunny."
     [logprob] = last.response_metadata["logprobs"]
     assert (logprob["token"], logprob["logprob"]) == ("Sunny.", -0.5)

@@ -81,6 +81,17 @@ class StoppedRuntime(ScriptedRuntime):
         return await super().admin(op, salt=salt, admin=admin)
 
 
+class Stepwise(ScriptedRuntime):
+    """Pauses until it is told to continue."""
+
+    def __init__(self, *scripts: Script) -> None:
+        super().__init__(*scripts, answers=Documents().answer)
+        self.may_continue = asyncio.Event()
+
+    async def paused(self) -> None:
+        await self.may_continue.wait()
+
+
 def runtime_of(*scripts: Script, **options: Any) -> ScriptedRuntime:
     return ScriptedRuntime(*scripts, answers=Documents().answer, **options)
 

@@ -13,7 +13,7 @@ import pytest
 from rekindle.api.responses import background
 from rekindle.protocol.events import Started
 from tests.api.live import live, soon
-from tests.api.responses.asking import PATH, Documents, ask, runtime_of
+from tests.api.responses.asking import PATH, Documents, Stepwise, ask, runtime_of
 from tests.api.responses.published import check_event, check_response
 from tests.api.responses.stream_grammar import events_of
 from tests.api.scripted import (
@@ -31,17 +31,6 @@ from tests.api.scripted import (
 ASK: dict[str, Any] = {"model": "tiny", "input": "hello", "background": True}
 ENDLESS: Script = [Started(0, 10, 0), delta("one, "), Pause()]
 DIED: Script = [Started(0, 10, 0), delta("x"), failed(503, "server_error", "server_error", "died")]
-
-
-class Stepwise(ScriptedRuntime):
-    """Pauses until it is told to continue."""
-
-    def __init__(self, *scripts: Script) -> None:
-        super().__init__(*scripts, answers=Documents().answer)
-        self.may_continue = asyncio.Event()
-
-    async def paused(self) -> None:
-        await self.may_continue.wait()
 
 
 Scene = Callable[[openai.AsyncOpenAI], Awaitable[Any]]

@@ -18,7 +18,7 @@ from rekindle.http import body as http_body
 from rekindle.http.body import BodyLimits
 from rekindle.protocol.events import Started
 from tests.api.live import PATIENCE_S, Live, live, soon
-from tests.api.responses.asking import runtime_of
+from tests.api.responses.asking import Stepwise, runtime_of
 from tests.api.responses.published import check_event
 from tests.api.scripted import Front, Pause, Script, delta, failed, finished, reply
 
@@ -198,6 +198,35 @@ def test_a_message_beyond_the_limit_of_requests_is_refused(monkeypatch: pytest.M
     with server_of() as server, socket_of(server) as opened:
         refusal = refused(opened, input="x" * 10_000)
         assert (refusal["status"], refusal["error"]["code"]) == (413, "body_too_large")
+
+
+def test_messages_wait_while_those_before_them_take_too_much_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(websocket, "LIMITS", BodyLimits(body_bytes=150))
+    script: Script = [Started(0, 10, 0), Pause(), delta("x"), finished()]
+    runtime = Stepwise(script, reply("Fine."))
+    with live(Front(runtime)) as server, socket_of(server) as opened:
+        for name in ("slow", "fast"):
+            opened.send(json.dumps({**UNSTORED, "stream_id": name}))
+        assert [told(opened)["stream_id"] for _ in range(2)] == ["slow", "slow"]
+        server.call(runtime.may_continue.set)
+        names = list[str]()
+        while names.count("fast") < 2:
+            names.append(told(opened)["stream_id"])
+        assert names[:-2] == ["slow"] * (len(names) - 2), "the second one waits for the first"
+
+
+@pytest.mark.parametrize("content", [",".join(["[]"] * 40_000), '"' + "x" * 100_000 + '"'])
+def test_a_large_message_is_checked_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setattr(http_body, "LIMITS", BodyLimits(punctuation=30_000))
+    with server_of() as server, socket_of(server) as opened:
+        opened.send(f'{{"type": "response.create", "input": "x", "metadata": [{content}]}}')
+        message = told(opened)["error"]["message"]
+    assert ("commas, colons" in message) == content.startswith("[")
+    assert ("`metadata`" in message) == content.startswith('"')
 
 
 def test_steering_is_refused_with_the_input() -> None:

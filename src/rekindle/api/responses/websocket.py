@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from rekindle.api.base.documents import Stored
 from rekindle.api.responses.stored import LANE, Lane
 from rekindle.errors import BadRequest, ServerError
+from rekindle.http.body import LARGE_BODY_BYTES, LIMITS, check_message
 from rekindle.http.middleware import APPLICATION, SERVICE_RESTART
 
 log = logging.getLogger("rekindle.api")
@@ -50,6 +52,14 @@ class ConnectionTooOld(BadRequest):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A message that is not answered yet."""
+
+    message: dict[str, Any]
+    size_bytes: int
+
+
 class Connection:
     """One WebSocket. Messages with the same `stream_id` are answered one after the other."""
 
@@ -57,7 +67,9 @@ class Connection:
         self._websocket = websocket
         self._application: ASGIApp = websocket.scope[APPLICATION]
         self._unstored: dict[str, Stored] = {}
-        self._lanes: dict[str | None, asyncio.Queue[dict[str, Any] | None]] = {}
+        self._lanes: dict[str | None, asyncio.Queue[_Waiting | None]] = {}
+        self._held_bytes = 0  # of messages that are not answered yet
+        self._answered = asyncio.Event()  # set after each answer
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_gone = asyncio.Event()  # the client
 
@@ -93,10 +105,13 @@ class Connection:
             await self._accept(text)
 
     async def _accept(self, text: str) -> None:
-        """Put a message into its lane. Waits while too many are in it."""
+        """Put a message into its lane. Waits while the messages before it take too much memory."""
         name = None
         try:
-            message = _parsed(text)
+            content = text.encode()
+            check_message(content)
+            is_large = len(content) > LARGE_BODY_BYTES
+            message = await asyncio.to_thread(_parsed, content) if is_large else _parsed(content)
             name = _name_of(message)
             if message["type"] == "response.steer":
                 await self._refuse_steering(message)
@@ -106,7 +121,11 @@ class Connection:
         except ServerError as error:
             await self._send_error(error, name)
             return
-        await self._lanes[name].put(message)
+        while self._held_bytes and self._held_bytes + len(content) > LIMITS.body_bytes:
+            self._answered.clear()
+            await self._answered.wait()
+        self._held_bytes += len(content)
+        await self._lanes[name].put(_Waiting(message, len(content)))
 
     def _open_lane(self, name: str | None) -> None:
         if len(self._lanes) >= MAX_LANES:
@@ -120,11 +139,10 @@ class Connection:
             await lane.put(None)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _answer_all(
-        self, name: str | None, messages: asyncio.Queue[dict[str, Any] | None]
-    ) -> None:
+    async def _answer_all(self, name: str | None, messages: asyncio.Queue[_Waiting | None]) -> None:
         lane = Lane(self._unstored)
-        while (message := await messages.get()) is not None:
+        while (waiting := await messages.get()) is not None:
+            message = waiting.message
             exchange = _Exchange(self._websocket, name, self._is_gone)
             try:
                 await self._application(
@@ -136,6 +154,8 @@ class Connection:
             previous = message.get("previous_response_id")
             if exchange.has_failed and isinstance(previous, str):
                 lane.forget(previous)  # so that the client sends the whole conversation
+            self._held_bytes -= waiting.size_bytes
+            self._answered.set()
 
     async def _refuse_steering(self, message: Mapping[str, Any]) -> None:
         error = {
@@ -213,9 +233,9 @@ class _Exchange:
             await self._tell(text)
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        message = orjson.loads(text)
+        message = orjson.loads(content)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"The message is not valid JSON: {error}.") from None
     kind = message.get("type") if isinstance(message, dict) else None
