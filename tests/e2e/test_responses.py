@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +15,9 @@ import httpx
 import openai
 import pytest
 from pydantic import BaseModel
+from websockets.sync.client import connect
 
+from tests.api.responses.published import check_compaction
 from tests.api.responses.stream_grammar import events_of, response_of
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
@@ -144,6 +148,66 @@ def test_responses_survive_a_restart_and_the_loss_of_their_state(
         assert fourth["x_cache"]["tier"] == "disk"
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(first["id"])
+
+
+def test_background_responses_survive_a_restart_and_a_kill(model: Path, tmp_path: Path) -> None:
+    asked: Any = {"model": "tiny", "input": "How high?", "background": True}
+    with running(model, tmp_path) as server, client_of(server) as client:
+        first = client.responses.create(**asked, max_output_tokens=8)
+        while (done := client.responses.retrieve(first.id)).status in ("queued", "in_progress"):
+            time.sleep(0.01)
+        told = list(client.responses.retrieve(first.id, stream=True, starting_after=2))
+        assert [event.sequence_number for event in told] == list(range(3, 3 + len(told)))
+        cut = client.responses.create(**asked, max_output_tokens=8000)
+        for pid in (server.process.pid, *server.worker_pids()):
+            os.kill(pid, signal.SIGKILL)
+        server.process.wait()
+    with running(model, tmp_path) as server, client_of(server) as client:
+        assert client.responses.retrieve(first.id) == done
+        assert client.responses.retrieve(cut.id).status == "failed"
+        second = ask(server, input="Why?", previous_response_id=first.id)
+        assert done.usage is not None
+        assert second["usage"]["input_tokens"] > done.usage.total_tokens
+
+
+def test_a_conversation_over_a_websocket_uses_the_same_blocks(server: Server) -> None:
+    """An unstored response is continued on its connection, and computes only its own tokens."""
+    create = {"type": "response.create", "store": False, "max_output_tokens": 8, "temperature": 0}
+    url = server.url.replace("http", "ws") + PATH
+    with connect(url, additional_headers=HEADERS) as socket:
+
+        def answer(**fields: Any) -> dict[str, Any]:
+            socket.send(json.dumps({**create, **fields}))
+            while "usage" not in (event := json.loads(socket.recv(60))).get("response", {}) or (
+                event["response"]["usage"] is None
+            ):
+                pass
+            return dict(event["response"])
+
+        first = answer(instructions=system("buoys"), input="Red?")
+        second = answer(
+            instructions=system("buoys"), input="Green?", previous_response_id=first["id"]
+        )
+    assert cached(second) == known_after(first)
+    assert second["x_cache"]["reason"] == "full_match"
+
+
+def test_a_compacted_conversation_is_short_and_its_summary_reuses_the_prompt(
+    server: Server,
+) -> None:
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b " * 400}]
+    first = ask(server, instructions=system("piers"), input=[*history, QUESTION])
+    with http_of(server) as http:
+        asked = {"model": "tiny", "instructions": system("piers")}
+        window = http.post(
+            f"{PATH}/compact", json={**asked, "previous_response_id": first["id"]}
+        ).json()
+    check_compaction(window)
+    assert cached({"usage": window["usage"]}) >= known_after(first)
+    texts = [item["content"][0]["text"] for item in window["output"][:-1]]
+    assert texts == ["a", QUESTION["content"]]
+    again = ask(server, instructions=system("piers"), input=[*window["output"], QUESTION])
+    assert again["status"] in ("completed", "incomplete")
 
 
 def test_tenants_do_not_see_each_others_responses(server: Server) -> None:

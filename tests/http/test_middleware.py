@@ -283,7 +283,20 @@ def test_every_path_works_without_its_version(
     assert Front().get("/v2/models").status_code == 404
 
 
-def test_websockets_are_closed() -> None:
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [
+        ("/v1/responses", b"localhost", 401),
+        ("/responses", b"localhost", 401),
+        ("/v1/models", b"localhost", 401),
+        ("/v1/responses", b"evil.example", 421),
+    ],
+)
+@pytest.mark.parametrize("can_answer", [True, False])
+def test_a_websocket_is_checked_like_a_request(
+    path: str, host: bytes, status: int, can_answer: bool
+) -> None:
+    """A server that cannot answer a refused WebSocket with a status closes it."""
     sent: list[dict[str, Any]] = []
 
     async def receive() -> dict[str, Any]:
@@ -293,10 +306,18 @@ def test_websockets_are_closed() -> None:
         sent.append(message)
 
     app: Any = Front(api_key=["secret"]).app()
-    coroutine = app({"type": "websocket", "path": "/v1/models", "headers": []}, receive, send)
+    extensions = {"websocket.http.response": {}} if can_answer else {}
+    scope = {"type": "websocket", "path": path, "headers": [(b"host", host)]}
+    coroutine = app({**scope, "extensions": extensions}, receive, send)
     with pytest.raises(StopIteration):
         coroutine.send(None)
-    assert [message["type"] for message in sent] == ["websocket.close"]
+    if can_answer:
+        start, body = sent
+        assert start["type"] == "websocket.http.response.start"
+        assert start["status"] == status
+        assert b'"error"' in body["body"]
+    else:
+        assert sent == [{"type": "websocket.close", "code": 1008}]
 
 
 def test_without_an_embedding_model_the_error_names_the_flag() -> None:

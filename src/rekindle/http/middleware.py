@@ -89,7 +89,7 @@ REQUEST_ID_HEADERS = (REQUEST_ID_HEADER, "request-id")
 EXPOSED_HEADERS = "x-request-id, request-id, retry-after"  # that scripts of web pages may read
 APPLICATION = "rekindle.application"  # key in a WebSocket's scope of this application
 DRAIN_CHECK_S = 0.5
-SERVICE_RESTART = 1012  # code with which a WebSocket ends
+SERVICE_RESTART, POLICY_VIOLATION = 1012, 1008  # codes with which a WebSocket ends
 RECEIVED = "rekindle.received_s"  # the time's key in the request's scope
 OPEN_PATHS = {"/health"}  # need no API key
 UPLOADS = {"/v1/cache/import"}  # take a file of any size
@@ -171,7 +171,10 @@ class RequestMiddleware:
             self._identify(scope, headers)
             self._drain.check()
         except ServerError as error:
-            await ErrorResponse(error, scope)(scope, receive, send)
+            if "websocket.http.response" in scope.get("extensions", {}):
+                await ErrorResponse(error, scope)(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             return
         inner = {**scope, "path": path, APPLICATION: self}
         await self._app(inner, self._until_draining(receive), send)
