@@ -306,7 +306,7 @@ def test_a_websocket_is_checked_like_a_request(
         sent.append(message)
 
     app: Any = Front(api_key=["secret"]).app()
-    extensions = {"websocket.http.response": {}} if can_answer else {}
+    extensions: dict[str, Any] = {"websocket.http.response": {}} if can_answer else {}
     scope = {"type": "websocket", "path": path, "headers": [(b"host", host)]}
     coroutine = app({**scope, "extensions": extensions}, receive, send)
     with pytest.raises(StopIteration):

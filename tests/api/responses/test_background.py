@@ -229,3 +229,11 @@ def test_a_response_that_is_not_in_the_background_ends_with_its_client() -> None
     refusal = front.get(f"{PATH}/{told[-1]['response']['id']}?stream=true")
     assert refusal.status_code == httpx.codes.BAD_REQUEST
     assert "`background: true`" in error(refusal)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ignored_fields_are_named_in_the_headers(stream: bool) -> None:
+    with live(Front(runtime_of())) as server, server.client() as http:
+        answer = http.post(PATH, json={**ASK, "stream": stream, "service_tier": "flex"})
+        soon(server.is_idle)
+    assert answer.headers["x-ignored-fields"] == "service_tier"

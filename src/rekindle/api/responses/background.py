@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -88,10 +88,12 @@ class BackgroundResponses:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-def stream_of(events: AsyncGenerator[bytes, None]) -> Response:
+def stream_of(
+    events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
+) -> Response:
     """A stream that ends without any effect on the response when its client leaves."""
     ping = SignOfLife(SILENCE_S, lambda: sse_comment("ping"))
-    return EventStream(events, lambda: None, sign_of_life=ping)
+    return EventStream(events, lambda: None, headers, sign_of_life=ping)
 
 
 async def replayed(response: dict[str, Any], after: int | None) -> AsyncGenerator[bytes, None]:

@@ -96,7 +96,7 @@ class ResponseReply(Reply):
         self._has_failed = False
         self._ended: dict[str, Any] | None = None  # the response
         self._cancelled: dict[str, Any] | None = None  # the response, ended by another request
-        self._waits = bool(body.background)  # for the model; only background responses show it
+        self._is_queued = bool(body.background)  # only background responses show it
         self._last_events: list[dict[str, Any]] = []  # of a cancelled stream
 
     async def respond(self, *, stream: bool) -> Response:
@@ -122,7 +122,9 @@ class ResponseReply(Reply):
             raise
         self._open_responses[self._key] = self
         background.start(self._key, log, self._run(turns, log))
-        return stream_of(log.after(None)) if stream else JsonResponse(queued, headers=self._headers)
+        if stream:
+            return stream_of(log.after(None), self._headers)
+        return JsonResponse(queued, headers=self._headers)
 
     async def _run(self, turns: Turns, log: EventLog) -> None:
         """Write all events of the response, the last of which ends it."""
@@ -156,7 +158,7 @@ class ResponseReply(Reply):
 
     @property
     def _status(self) -> str:
-        return "queued" if self._waits else "in_progress"
+        return "queued" if self._is_queued else "in_progress"
 
     @property
     def _is_over(self) -> bool:
@@ -237,8 +239,8 @@ class ResponseReply(Reply):
             case Delta(_, part):
                 self._has_output = True
                 return self._numbered(self._items.add(part))
-            case Started() if self._waits:
-                self._waits = False
+            case Started() if self._is_queued:
+                self._is_queued = False
                 return [self._lifecycle("in_progress", self._response.begun())]
             case Finished():
                 return self._numbered(self._close_items(event))

@@ -56,7 +56,7 @@ ONE = f"{ROOT}/{{response_id}}"
 router = APIRouter(route_class=JsonRoute, tags=["responses"])
 
 
-@router.post(ROOT, responses=MAY_STREAM)
+@router.post(ROOT, responses={**MAY_STREAM, **documented(507)})
 async def create_response(
     body: ResponsesRequest, request: Request, number: ModelNumber = None
 ) -> Response:
@@ -154,7 +154,7 @@ def _headers(body: ResponsesRequest, conversation: Conversation) -> dict[str, st
     )
 
 
-@router.get(ONE)
+@router.get(ONE, responses=MAY_STREAM)
 async def retrieve_response(
     response_id: str,
     request: Request,
