@@ -129,6 +129,22 @@ def test_a_response_that_is_ending_ends_once(at: str) -> None:
     assert front.get(f"{PATH}/{response['id']}").json() == response
 
 
+@pytest.mark.parametrize(
+    ("at", "status"), [("response.output_item.done", 400), ("response.completed", 200)]
+)
+def test_a_response_can_be_continued_as_soon_as_its_client_knows_its_end(
+    at: str, status: int
+) -> None:
+    async def go_on(http: httpx.AsyncClient, path: str) -> httpx.Response:
+        key = path.rpartition("/")[2]
+        return await http.post(PATH, json={"input": "more", "previous_response_id": key})
+
+    streamed, [answer] = interrupted(front_of(reply("Hello")), at, go_on)
+    assert response_of(events_of(streamed))["status"] == "completed"
+    assert answer.status_code == status, answer.text
+    assert status == httpx.codes.OK or error(answer)["code"] == "response_not_ended"
+
+
 def test_no_item_opens_in_a_response_that_was_cancelled() -> None:
     front = front_of([delta("Hello"), finished()])
     streamed, [answer] = interrupted(front, "response.created", cancel)

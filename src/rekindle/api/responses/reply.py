@@ -174,6 +174,11 @@ class ResponseReply(Reply):
         return self._cancelled
 
     @property
+    def has_ended(self) -> bool:
+        """Whether the response has its last state. Its client may not have been told yet."""
+        return self._has_failed or bool(self._cancelled or self._ended)
+
+    @property
     def is_background(self) -> bool:
         return bool(self._body.background)
 

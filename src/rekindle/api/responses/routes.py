@@ -112,7 +112,7 @@ async def compact_conversation(
 async def _previous(request: Request, body: PromptFields) -> Stored | None:
     """The response or conversation that the request continues."""
     if key := body.previous_response_id:
-        if _being_computed(request, key):
+        if (answer := _being_computed(request, key)) and not answer.has_ended:
             raise ResponseNotEnded(key)
         if unstored := _unstored(request, key):
             return unstored
