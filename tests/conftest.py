@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from rekindle.models.pull import pull
 # Threads that wait busily for each other crawl beside whatever else runs on the machine, and tests
 # run beside each other. Servers started by tests inherit it.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# The settings of whoever runs the tests do not matter: this folder has no rekindle.yaml.
+os.environ["XDG_CONFIG_HOME"] = str(Path(tempfile.gettempdir()) / "rekindle-tests-config")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

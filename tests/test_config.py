@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ EVERY: dict[str, tuple[str, Any]] = {
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     return tmp_path
 
 
@@ -440,7 +441,7 @@ def test_a_file_with_the_default_name_is_found() -> None:
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n"])
 def test_an_empty_file_sets_nothing(text: str) -> None:
-    assert load(text=text) == load()
+    assert replace(load(text=text), settings_file=None) == load()
 
 
 @pytest.mark.parametrize("text", ["- a\n- b", "just text", "port: [1", "a: b: c", "\x00"])
@@ -497,6 +498,53 @@ def test_a_config_knows_which_settings_were_given(tmp_path: Path) -> None:
     file = tmp_path / "rekindle.yaml"
     file.write_text("max_tokens: null\ntemperature: 0.7\n")
     config = load_config({"port": 9000}, {"REKINDLE_TOP_P": "0.9"}, file)
-    assert config.given == {"max_tokens", "temperature", "top_p", "port"}
+    assert config.given == {
+        "max_tokens": str(file),
+        "temperature": str(file),
+        "top_p": "REKINDLE_TOP_P",
+        "port": "--port",
+    }
+    assert config.settings_file == file
     with pytest.raises(ConfigError, match="unknown setting"):
         load_config({"given": ["port"]}, {})
+
+
+def write_port(folder: Path, port: int) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "rekindle.yaml"
+    file.write_text(f"port: {port}\n")
+    return file
+
+
+def test_the_users_file_is_read_where_the_current_folder_has_none(tmp_path: Path) -> None:
+    """The first file that exists is read, and only that one."""
+    assert load_config({}, {}).settings_file is None
+    users = write_port(tmp_path / "home" / ".config" / "rekindle", 1)
+    config = load_config({}, {})
+    assert (config.port, config.settings_file) == (1, users)
+    own = write_port(tmp_path, 2)
+    config = load_config({}, {})
+    assert (config.port, config.settings_file) == (2, own)
+    assert config.given == {"port": str(own)}
+
+
+@pytest.mark.parametrize(("base", "port"), [("xdg", 3), ("", 1), ("relative", 1)])
+def test_the_users_file_is_in_the_folder_that_xdg_names(
+    tmp_path: Path, base: str, port: int
+) -> None:
+    """A relative folder is invalid there and ignored."""
+    write_port(tmp_path / "home" / ".config" / "rekindle", 1)
+    write_port(tmp_path / "xdg" / "rekindle", 3)
+    write_port(tmp_path / "relative" / "rekindle", 4)
+    named = str(tmp_path / base) if base == "xdg" else base
+    assert load_config({}, {"XDG_CONFIG_HOME": named}).port == port
+
+
+def test_a_settings_folder_that_may_not_be_read_counts_as_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_path: Path) -> bool:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    assert load_config({}, {}).settings_file is None

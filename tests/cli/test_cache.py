@@ -120,6 +120,39 @@ def test_a_column_with_the_same_value_everywhere_is_left_out() -> None:
                               "last", "message"]  # fmt: skip
 
 
+def test_no_figure_is_cut_off_in_a_narrow_terminal() -> None:
+    """Names and messages give way instead."""
+    names = [{"kind": "session_id", "name": "a-session-with-quite-a-long-name-of-an-agent"}]
+    console = Console(width=70, color_system=None)
+    with console.capture() as captured:
+        console.print(views.entries_table([entry(names=names), entry(TWO, size_bytes=1)]))
+    shown = captured.get()
+    for part in ("aaaa11110000", "1,730", "12.4 MB", "1 byte", "3 min ago", "in 12 min"):
+        assert part in shown
+
+
+def test_entries_without_state_are_counted_and_listed_on_demand() -> None:
+    empty = entry(TWO, tier=None, size_bytes=0)
+    shown = text(views.entries_table([entry(), empty]))
+    assert "aaaa22220000" not in shown
+    assert shown.splitlines()[-1] == "1 entry has no stored state; --all shows it."
+    shown = text(views.entries_table([empty, empty]))
+    assert shown.strip() == "2 entries have no stored state; --all shows them."
+    assert "aaaa22220000" in text(views.entries_table([entry(), empty], show_empty=True))
+    assert "no entries yet" in text(views.entries_table([]))
+
+
+def test_an_admin_sees_whose_entries_they_are() -> None:
+    """Other callers get no tenants from the server."""
+    both = [entry(tenant="f00d"), entry(TWO, tenant="beef")]
+    shown = text(views.entries_table(both))
+    assert "tenant" in shown
+    assert "f00d" in shown
+    assert "beef" in shown
+    assert "f00d" in text(views.entry_table(both[0]))
+    assert "tenant" not in text(views.entries_table([entry(), entry(TWO)]))
+
+
 def test_keys_with_the_same_beginning_are_shown_in_full() -> None:
     same = "f" * 20
     shown = text(views.entries_table([entry(same + "1"), entry(same + "2")]))
@@ -372,7 +405,7 @@ def test_a_file_without_messages_is_refused_in_one_sentence(
 
 @pytest.mark.parametrize("repair", [False, True])
 @pytest.mark.parametrize("bad", [False, True])
-def test_the_exit_status_of_a_check_says_whether_it_found_damage(
+def test_the_exit_status_of_a_check_says_whether_it_found_damage_or_skipped_a_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: bool, repair: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -390,10 +423,10 @@ def test_the_exit_status_of_a_check_says_whether_it_found_damage(
     monkeypatch.setattr(check, "check", verify)
     flags = ["--repair"] if repair else []
     result = CliRunner().invoke(cli.app, ["cache", "check", "--cache-dir", "kv", *flags])
-    assert result.exit_code == int(bad)
+    assert result.exit_code == (1 if bad else 2)
     assert asked == [(Path("kv"), repair)]
     assert "7 good blocks" in result.stdout
-    assert "a server is using it" in result.stdout
+    assert "a server is using it: stop the server first" in result.stdout
     assert ("A block's file is bad: [x]. abcd" in result.stdout) == bad
     assert ("--repair" in result.stdout) == (bad and not repair)
 

@@ -25,7 +25,7 @@ from rekindle.http import auth
 from rekindle.http.auth import Keys
 from rekindle.protocol.requests import LoadModel
 
-COMMANDS = ("serve", "pull", "chat", "bench", "key")
+COMMANDS = ("serve", "pull", "chat", "bench", "key", "config")
 CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
 #: Flags that existing scripts use.
 SERVE_FLAGS = (
@@ -96,7 +96,7 @@ def test_serve_has_the_flags_that_scripts_rely_on() -> None:
 
 
 @pytest.mark.parametrize(
-    "default", ["127.0.0.1", "8080", "one per core", "rekindle.yaml if there", "org/repo[:quant]"]
+    "default", ["127.0.0.1", "8080", "one per core", "rekindle.yaml here", "org/repo[:quant]"]
 )
 def test_the_help_of_serve_shows_the_defaults(default: str) -> None:
     assert default in shown("serve", "--help")

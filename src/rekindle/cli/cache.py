@@ -36,17 +36,20 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+DAMAGED, UNCHECKED = 1, 2  # exit statuses of `check`
+IN_USE = "not checked, because a server is using it: stop the server first"
 SEALED = (
     "not checked, set `cache_secret_file` in the settings file or REKINDLE_CACHE_SECRET_FILE to "
     "the secret it was written with"
 )
+SETTINGS_PLACES = "rekindle.yaml here, else in ~/.config/rekindle"
 LOCAL_SERVER = "http://127.0.0.1:8080/v1"
 BaseUrl = Annotated[str, typer.Option(help="URL of the server")]
 ApiKey = Annotated[
     str | None,
     typer.Option(envvar="REKINDLE_API_KEY", help="API key; an admin key can see all caches"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the server's answer as JSON")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Key = Annotated[
     str,
     typer.Argument(
@@ -88,10 +91,13 @@ def server_command(name: str | None = None) -> Callable[[Callable[..., Result]],
 
 
 @server_command("ls")
-def list_entries(client: CacheClient) -> Result:
+def list_entries(
+    client: CacheClient,
+    all_: Annotated[bool, typer.Option("--all", help="Also list entries without state")] = False,
+) -> Result:
     """List the entries, most recently used first."""
     answer = client.listing()
-    return answer, views.entries_table(answer["entries"])
+    return answer, views.entries_table(answer["entries"], show_empty=all_)
 
 
 @server_command()
@@ -221,10 +227,11 @@ def check(
         Path | None, typer.Option(help="Cache folder", show_default="from the settings")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="Settings file", show_default="rekindle.yaml if there")
+        Path | None, typer.Option(help="Settings file", show_default=SETTINGS_PLACES)
     ] = None,
 ) -> None:
-    """Verify the files on disk without a server. Exits with status 1 if it finds damage."""
+    """Verify the files on disk. Exits with status 1 if it finds damage, and with 2 if it could not
+    check everything, because a server uses the folder or the secret is missing."""
     # Only this command needs the cache's own code.
     from rekindle.kvcache.disk.check import check as verify
     from rekindle.kvcache.disk.secret import read_secret_file
@@ -238,14 +245,21 @@ def check(
     except OSError as error:
         raise RekindleError(f"cannot check {folder}: {error.strerror}") from None
     Console().print(_findings(folder, reports, repaired=repair))
-    raise typer.Exit(code=int(any(report.findings for report in reports)))
+    raise typer.Exit(_exit_status(reports))
+
+
+def _exit_status(reports: Sequence[FolderReport]) -> int:
+    if any(report.findings for report in reports):
+        return DAMAGED
+    skipped = any(report.in_use or report.is_sealed for report in reports)
+    return UNCHECKED if skipped else 0
 
 
 def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
     lines = [views.plain(f"{folder}: state of {len(reports)} models")]
     for report in reports:
         if report.in_use:
-            result, style = "not checked, a server is using it", "yellow"
+            result, style = IN_USE, "yellow"
         elif report.is_sealed:
             result, style = SEALED, "yellow"
         else:

@@ -15,16 +15,33 @@ SHORT_KEY = 12  # characters; this much of a key is nearly always unique
 STATUS_COLOURS = {"hit": "green", "partial_hit": "yellow", "miss": "red"}
 UNITS = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
+#: Columns that give way in a narrow terminal.
+MAY_SHRINK = ("model", "names", "last message")
+
 Json = dict[str, Any]
 
 
-def entries_table(entries: Sequence[Json]) -> RenderableType:
-    """One line per entry, without the columns that would be the same in all lines."""
+def entries_table(found: Sequence[Json], *, show_empty: bool = False) -> RenderableType:
+    """One line per entry, without the columns that would be the same in all lines. Entries whose
+    state is gone are counted, not listed."""
+    entries = [entry for entry in found if show_empty or not _is_empty(entry)]
+    hidden = len(found) - len(entries)
+    some = "1 entry has" if hidden == 1 else f"{hidden} entries have"
+    note = Text(f"{some} no stored state; --all shows {'it' if hidden == 1 else 'them'}.", "dim")
     if not entries:
-        return Text("The cache has no named entries yet.")
+        return note if hidden else Text("The cache has no entries yet.")
+    return Group(_table(entries), note) if hidden else _table(entries)
+
+
+def _is_empty(entry: Json) -> bool:
+    return entry["tier"] is None and not entry["size_bytes"]
+
+
+def _table(entries: Sequence[Json]) -> Table:
     short = _short_keys([entry["cache_key"] for entry in entries])
     cells: dict[str, Callable[[Json], Text]] = {
         "key": lambda entry: Text(short[entry["cache_key"]]),
+        "tenant": lambda entry: plain(entry.get("tenant") or "shared"),
         "model": lambda entry: plain(entry["model"]),
         "names": lambda entry: plain(", ".join(each["name"] for each in entry["names"])),
         "tier": lambda entry: plain(entry["tier"] or "none"),
@@ -35,15 +52,20 @@ def entries_table(entries: Sequence[Json]) -> RenderableType:
         "expires": lambda entry: Text(expiry(entry)),
         "last message": lambda entry: plain(entry["preview"]),
     }
+    if len({entry.get("tenant") for entry in entries}) == 1:  # only an admin sees several
+        del cells["tenant"]
     if len({entry["model"] for entry in entries}) == 1:
         del cells["model"]
     if not any(entry["names"] for entry in entries):
         del cells["names"]
     table = Table(box=None, header_style="bold", pad_edge=False)
     for title in cells:
-        folds = title in ("model", "names")
-        overflow: OverflowMethod = "fold" if folds else "ellipsis"
-        table.add_column(title, no_wrap=not folds, overflow=overflow, min_width=len(title))
+        if title in MAY_SHRINK:
+            overflow: OverflowMethod = "ellipsis" if title == "last message" else "fold"
+            table.add_column(title, overflow=overflow, no_wrap=title == "last message", min_width=8)
+        else:  # a number that is cut off would be another number
+            width = max(len(title), *(cells[title](entry).cell_len for entry in entries))
+            table.add_column(title, no_wrap=True, min_width=width)
     for entry in entries:
         table.add_row(*(cell(entry) for cell in cells.values()))
     return table
@@ -56,6 +78,7 @@ def entry_table(entry: Json) -> RenderableType:
         {
             "key": entry["cache_key"],
             "model": entry["model"],
+            **({"tenant": entry["tenant"]} if entry.get("tenant") else {}),
             "names": "\n".join(names) or "none",
             "segments": "\n".join(segments) or "none",
             "tokens": f"{entry['token_count']:,}, {entry['stored_tokens']:,} of them stored",

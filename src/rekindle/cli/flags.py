@@ -60,7 +60,7 @@ def shown_default(declared: Declaration) -> str:
         return "on" if default else ""
     if default in (None, ()):
         return ""
-    return format_size(default) if _is_size(declared) else str(default)
+    return format_size(default) if is_size(declared) else str(default)
 
 
 def _kind(declared: Declaration) -> Any:
@@ -70,8 +70,8 @@ def _kind(declared: Declaration) -> Any:
     kind, *_ = get_args(declared.type)
     parts = {kind, *get_args(kind)}
     simple = [each for each in (bool, int, float, Path) if each in parts]
-    return str if _is_size(declared) or not simple else simple[0]
+    return str if is_size(declared) or not simple else simple[0]
 
 
-def _is_size(declared: Declaration) -> bool:
+def is_size(declared: Declaration) -> bool:
     return SIZE_TEXT in get_args(declared.type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -14,8 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from rekindle.cli import cache as cache_cli
-from rekindle.cli.cache import LOCAL_SERVER, ApiKey, BaseUrl
+from rekindle.cli.cache import LOCAL_SERVER, SETTINGS_PLACES, ApiKey, AsJson, BaseUrl
 from rekindle.cli.flags import takes_settings
+from rekindle.cli.interrupts import QuietImports
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 from rekindle.models.catalogue import DEFAULT_EMBEDDING_MODEL
@@ -31,9 +33,11 @@ app = typer.Typer(
 app.add_typer(cache_cli.app)
 console = Console(stderr=True)
 
+INTERRUPTED = 128 + 2  # exit status after Ctrl-C, as shells report it
+
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="Settings file", show_default="rekindle.yaml if there"),
+    typer.Option("--config", help="Settings file", show_default=SETTINGS_PLACES),
 ]
 
 
@@ -57,7 +61,8 @@ def options(
 @takes_settings
 def serve(config: ConfigFile = None, **flags: Any) -> None:
     """Serve models over HTTP. Flags override REKINDLE_* variables, which override rekindle.yaml."""
-    from rekindle.front.launch import serve as run_server
+    with QuietImports():
+        from rekindle.front.launch import serve as run_server
 
     run_server(load_config(flags, file=config), console)
 
@@ -68,8 +73,9 @@ def pull(
     config: ConfigFile = None,
 ) -> None:
     """Download a model, verify it and print its path."""
-    from rekindle.models.progress import progress_on
-    from rekindle.models.pull import pull as fetch
+    with QuietImports():
+        from rekindle.models.progress import progress_on
+        from rekindle.models.pull import pull as fetch
 
     settings = load_config({}, file=config)
     typer.echo(fetch(name, models_dir=settings.models_dir, progress=progress_on(console)))
@@ -137,6 +143,24 @@ def key(
         typer.echo(line)
 
 
+@app.command("config")
+def show_config(
+    config: ConfigFile = None,
+    given: Annotated[
+        bool, typer.Option("--given", help="Leave out settings with defaults")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show every setting in force, and whether a file, a variable or a default has set it."""
+    from rekindle.cli.config import settings_table, values_in_force
+
+    settings = load_config({}, file=config)
+    if as_json:
+        typer.echo(json.dumps(values_in_force(settings), indent=2))
+    else:
+        Console().print(settings_table(settings, only_given=given))
+
+
 def respelled(arguments: Sequence[str]) -> list[str]:
     """Translate other spellings: `--server --m MODEL` into `serve --model MODEL`, and
     `--embedding-model` without a value into one with the default model."""
@@ -162,6 +186,8 @@ def main() -> None:
     except RekindleError as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,6 @@
 
 from rekindle.config.presets import Preset
 from rekindle.config.settings import SETTINGS, Config, Declaration
-from rekindle.config.sources import load_config
+from rekindle.config.sources import default_files, load_config
 
-__all__ = ["SETTINGS", "Config", "Declaration", "Preset", "load_config"]
+__all__ = ["SETTINGS", "Config", "Declaration", "Preset", "default_files", "load_config"]

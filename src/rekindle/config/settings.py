@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -138,8 +139,9 @@ class Config(RuntimeSettings):
     repetition_penalty: Annotated[Penalty, _request_default] = 1.0
     repetition_context_size: Annotated[Count, _request_default] = 20
 
-    #: The settings that the operator gave a value. It is not a setting itself.
-    given: frozenset[str] = frozenset()
+    # These two are not settings.
+    given: Mapping[str, str] = dataclasses.field(default_factory=dict)  # setting: where it was set
+    settings_file: Path | None = None  # the file that was read
 
     @property
     def runtime(self) -> RuntimeSettings:

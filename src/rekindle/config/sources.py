@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rekindle.config.settings import SETTINGS, Config
 from rekindle.errors import ConfigError
 from rekindle.protocol.settings import GB
 
+FILE_NAME = "rekindle.yaml"
 ENV_PREFIX = "REKINDLE_"
 # Variables with this prefix that other modules read.
 OTHER_VARIABLES = {"llama_lib", "config", "engine_module"}
@@ -32,6 +34,11 @@ class SettingsSource:
 
     settings: Mapping[str, Any]
     spell: Spell
+    file: Path | None = None
+
+    def where(self, name: str) -> str:
+        """Say where the value of a setting was given: a file, a variable or a flag."""
+        return str(self.file) if self.file else self.spell(name).strip("`")
 
 
 def as_flag(name: str) -> str:
@@ -47,18 +54,19 @@ def load_config(
 ) -> Config:
     """Merge the sources. Raises ConfigError, which names the setting and its source."""
     environment = os.environ if environment is None else environment
+    file = file or _default_file(environment)
     sources = [
-        _from_file(file or _default_file(environment)),
+        _from_file(file),
         _from_disk_variable(environment),
         _from_environment(environment),
         _from_flags(flags, spell),
     ]
-    merged = {
-        name: value
-        for source in sources
-        for name, value in source.settings.items()
-        if value is not None or SETTINGS[name].takes_null
-    }
+    merged: dict[str, Any] = {}
+    given: dict[str, str] = {}
+    for source in sources:
+        for name, value in source.settings.items():
+            if value is not None or SETTINGS[name].takes_null:
+                merged[name], given[name] = value, source.where(name)
     try:
         config = _config.validate_python(merged)
     except ValidationError as error:
@@ -67,14 +75,30 @@ def load_config(
         name: value.expanduser() for name, value in vars(config).items() if isinstance(value, Path)
     }
     folders = tuple(folder.expanduser() for folder in config.media_folder)
-    return dataclasses.replace(config, media_folder=folders, given=frozenset(merged), **paths)
+    return dataclasses.replace(
+        config, media_folder=folders, given=given, settings_file=file, **paths
+    )
+
+
+def default_files(environment: Mapping[str, str] | None = None) -> list[Path]:
+    """The files that are looked for, in order: in the current folder, then in the user's folder for
+    settings. Only the first that exists is read."""
+    environment = os.environ if environment is None else environment
+    base = Path(environment.get("XDG_CONFIG_HOME", ""))  # relative ones are invalid there
+    folder = base if base.is_absolute() else Path("~/.config").expanduser()
+    return [Path(FILE_NAME).absolute(), folder / "rekindle" / FILE_NAME]
 
 
 def _default_file(environment: Mapping[str, str]) -> Path | None:
     if named := environment.get("REKINDLE_CONFIG"):
         return Path(named)
-    default = Path("rekindle.yaml")
-    return default if default.exists() else None
+    return next(filter(_is_there, default_files(environment)), None)
+
+
+def _is_there(path: Path) -> bool:
+    with suppress(OSError):  # a folder of another user, which cannot be meant
+        return path.exists()
+    return False
 
 
 def _from_file(path: Path | None) -> SettingsSource:
@@ -84,7 +108,7 @@ def _from_file(path: Path | None) -> SettingsSource:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must contain settings, one `name: value` per line")
     settings = {str(name).replace("-", "_"): value for name, value in raw.items()}
-    return _known(SettingsSource(settings, lambda name: f"`{name}` in {path}"))
+    return _known(SettingsSource(settings, lambda name: f"`{name}` in {path}", path))
 
 
 def _read(path: Path) -> Any:

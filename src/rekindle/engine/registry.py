@@ -112,15 +112,16 @@ def load_engine(
     options: EngineOptions, on_progress: OnProgress = lambda _done: None, *, name: str | None = None
 ) -> Engine:
     """Load a model with the engine `name`, or the first one that takes it; raises ModelError."""
-    return _kind_of(options.path, name).load(options, on_progress)
+    return kind_of(options.path, name).load(options, on_progress)
 
 
 def load_embedder(options: EngineOptions, on_progress: OnProgress = lambda _done: None) -> Embedder:
     """Load a model for embeddings or reranking; raises ModelError."""
-    return _kind_of(options.path, None).load_embedder(options, on_progress)
+    return kind_of(options.path, None).load_embedder(options, on_progress)
 
 
-def _kind_of(path: Path, name: str | None) -> EngineKind:
+def kind_of(path: Path, name: str | None) -> EngineKind:
+    """Return the engine `name`, or the first one that takes this model; raises ModelError."""
     engines = known_engines()
     default = next((kind for kind in engines if kind.matches(path)), None)
     chosen = default if name is None else next((k for k in engines if k.name == name), None)

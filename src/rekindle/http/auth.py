@@ -122,9 +122,12 @@ class Keys:
         """Return the caller whose key is in one of these headers, or raise Unauthorized."""
         if self.is_open:
             return Caller(OPEN_SALT, admin=True)
-        for key in (_bearer(authorization), api_key):
-            if key and (caller := self._find(key_digest(key.strip()))):
+        sent = [key for key in (_bearer(authorization), api_key) if key]
+        for key in sent:
+            if caller := self._find(key_digest(key.strip())):
                 return caller
+        if sent:
+            raise Unauthorized("The API key is wrong: this server does not know it.")
         raise Unauthorized(
             "This server needs an API key: send the header `Authorization: Bearer KEY` or "
             "`x-api-key: KEY`."

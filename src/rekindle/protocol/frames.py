@@ -60,6 +60,7 @@ class Ready(Struct, tag=True):
     bos: str = ""  # text of the control token; empty: the model has none
     eos: str = ""
     has_reasoning: bool = False  # the model reasons before it answers
+    engine: str = ""  # its name
     architecture: str = ""  # the engine's name for it
     parameters: int = 0
     quantization: str = ""  # of the weights

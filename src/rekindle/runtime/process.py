@@ -12,9 +12,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from queue import Empty
 
 from rekindle.chat.tools.registry import check_names
+from rekindle.engine.registry import kind_of
 from rekindle.errors import ServerError
 from rekindle.protocol.admin import AdminReply, AdminRequest, AdminResult, IndexPrompt, Validate
 from rekindle.protocol.events import Failed
@@ -50,6 +52,7 @@ class RuntimeProcess(ModelProcess[_Message]):
     def __init__(self, load: LoadModel, sock: socket.socket) -> None:
         super().__init__(sock)
         self._background = Background()
+        self._engine_name = kind_of(Path(load.path), load.settings.engine).name
         check_names(*formats(load.settings))  # fail before the slow part
         budgets = choose_budgets(load)
         engine = load_model(load, budgets.ram_bytes, self.link.send)
@@ -100,6 +103,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             bos=tokenizer.text(tokenizer.bos),
             eos=tokenizer.text(tokenizer.eos),
             has_reasoning=self._runtime.input_processor.has_reasoning,
+            engine=self._engine_name,
             architecture=capabilities.architecture,
             parameters=capabilities.parameters,
             quantization=capabilities.quantization,

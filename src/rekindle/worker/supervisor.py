@@ -61,7 +61,11 @@ class WorkerProcess:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_connection(lambda: FrameReader(receive), sock=ours)
             command = [sys.executable, "-m", "rekindle.runtime.main", str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C must not reach its imports
+            )
         worker = cls(name, process, transport, states)
         worker.send(load)
         return worker

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from rekindle.kvcache.disk.folder import open_folder
+from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.kvcache.tiers.ram import RamTier
-from rekindle.protocol.frames import PARKED, POOL, RAM, Capacity
+from rekindle.protocol.frames import DISK, PARKED, POOL, RAM, Capacity
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import GB, GIB, RuntimeSettings
 from rekindle.runtime.storage.opening import Budgets, Machine, capacities, choose_budgets
@@ -134,3 +136,31 @@ def test_capacities_list_every_open_tier() -> None:
         capacity.place for capacity in capacities(FakeEngine(), [RamTier(0), further, opening])
     ]
     assert places == [POOL, RAM, "memory"]
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "used_bytes", "capacity_bytes"),
+    [
+        (3_000_000, 0, 2_000_000),
+        (3_000_000, 500_000, 2_500_000),
+        (900_000, 0, 0),
+        (10**15, 0, None),
+    ],
+)
+def test_a_disk_holds_no_more_than_its_space_above_the_floor(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    free_bytes: int,
+    used_bytes: int,
+    capacity_bytes: int | None,
+) -> None:
+    """A 3 MB disk once announced 9.6 GB."""
+    folder = open_folder(tmp_path / "kv", b"model", limit_bytes=10 * GB)
+    monkeypatch.setattr(folder.block_files, "free_bytes", lambda: free_bytes)
+    tier = DiskTier(folder, lambda _event: None, floor_bytes=1_000_000)
+    tier.budget.used_bytes = used_bytes
+    *_, disk = capacities(FakeEngine(), [tier])
+    tier.close()
+    size_bytes = tier.budget.limit_bytes if capacity_bytes is None else capacity_bytes
+    token_bytes = FakeEngine().capabilities.kv_layout.token_bytes
+    assert disk == Capacity(DISK, size_bytes // token_bytes, size_bytes)

@@ -250,6 +250,11 @@ class Tier(ABC):
         self.counts = TierCounts()
         self.pending_bytes = 0  # state in memory that waits to be written
 
+    @property
+    def capacity_bytes(self) -> int:
+        """What the tier can hold now: its budget, or less if the medium has less space."""
+        return self.budget.limit_bytes
+
     @abstractmethod
     def cost(self, tokens: Tokens, state_bytes: int) -> int:
         """What a block takes of the budget, in bytes."""

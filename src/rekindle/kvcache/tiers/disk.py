@@ -140,6 +140,7 @@ class DiskTier(WriteBehindTier):
         super().__init__(NAME, 0, queue_bytes, eviction)
         self._allocate = allocate
         self._on_event = on_event
+        self._floor_bytes = floor_bytes
         self._writer = Writer(NAME, on_event, floor_bytes)
         self._readers = ThreadPoolExecutor(readers, "disk-reader")
         self._max_readers = readers
@@ -158,6 +159,15 @@ class DiskTier(WriteBehindTier):
     def folder(self) -> Folder:
         assert self._folder is not None, "the folder is not open yet"
         return self._folder
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The budget, or the space of the disk above the floor if that is less."""
+        limit_bytes = self.budget.limit_bytes
+        if not self.is_open:
+            return limit_bytes
+        left_bytes = max(self.folder.block_files.free_bytes() - self._floor_bytes, 0)
+        return min(limit_bytes, self.budget.used_bytes + left_bytes)
 
     def attach(self, folder: Folder, entries_bytes: int, other_bytes: int = 0) -> None:
         """Use this folder. `other_bytes` of its limit are reserved for other files."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from rekindle.engine.base import EngineOptions
-from rekindle.engine.registry import load_embedder
+from rekindle.engine.registry import kind_of, load_embedder
 from rekindle.errors import Unsupported
 from rekindle.protocol.admin import AdminReply, AdminRequest, GetStats
 from rekindle.protocol.embeddings import EmbedRequest, RankRequest
@@ -31,6 +31,7 @@ class EmbeddingProcess(ModelProcess[EmbeddingTurn | AdminRequest | Cancel]):
         limit_bytes = MAX_CACHE_BYTES
         if settings.ram_cache is not None:
             limit_bytes = min(settings.ram_cache, MAX_CACHE_BYTES)
+        self._engine_name = kind_of(options.path, None).name
         self._embedder = embedder
         self._scheduler = EmbeddingScheduler(embedder, VectorCache(limit_bytes), self.emit)
         self.tokenisation = Tokenisation(
@@ -42,6 +43,7 @@ class EmbeddingProcess(ModelProcess[EmbeddingTurn | AdminRequest | Cancel]):
         return Ready(
             context_tokens=info.context_tokens,
             pool_tokens=0,
+            engine=self._engine_name,
             vocabulary=self._embedder.tokenizer.size,
             dimensions=info.dimensions,
             ranks=info.ranks,

@@ -203,7 +203,7 @@ def capacities(engine: Engine, tiers: Iterable[Tier]) -> tuple[Capacity, ...]:
         on_device[PARKED] = engine.sequences.parking.tokens
     found = [Capacity(place, tokens, tokens * token_bytes) for place, tokens in on_device.items()]
     for tier in tiers:
-        limit_bytes = tier.budget.limit_bytes
-        if limit_bytes or tier.is_open:
-            found.append(Capacity(tier.name, limit_bytes // token_bytes, limit_bytes))
+        size_bytes = tier.capacity_bytes
+        if size_bytes or tier.is_open:
+            found.append(Capacity(tier.name, size_bytes // token_bytes, size_bytes))
     return tuple(found)
