@@ -22,6 +22,7 @@ class FakeHub:
     commit: str = COMMIT
     fails_at: str | None = None  # the name of a file that it answers with 503
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    licence: str | None = None
     corrupt: bool = False
     cut_after: int | None = None  # bytes of the next file sent before the connection ends
     status_after_cut: int | None = None
@@ -71,7 +72,7 @@ class HubHandler(BaseHTTPRequestHandler):
         elif repo not in hub.repos:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         else:
-            self._send(200, json.dumps(_info(repo, hub.commit, hub.repos[repo])).encode())
+            self._send(200, json.dumps(_info(hub, repo)).encode())
 
     def _download(self, repo: str, name: str) -> None:
         hub = self.server.hub
@@ -128,11 +129,12 @@ def running_hub() -> Iterator[FakeHub]:
             thread.join()
 
 
-def _info(repo: str, commit: str, files: dict[str, bytes]) -> dict[str, object]:
+def _info(hub: FakeHub, repo: str) -> dict[str, object]:
     return {
         "id": repo,
-        "sha": commit,
-        "siblings": [_sibling(name, content) for name, content in files.items()],
+        "sha": hub.commit,
+        "tags": ["gguf", f"license:{hub.licence}"] if hub.licence else ["gguf"],
+        "siblings": [_sibling(name, content) for name, content in hub.repos[repo].items()],
     }
 
 

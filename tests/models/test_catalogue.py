@@ -103,6 +103,41 @@ def test_a_hub_id_has_a_repository_and_maybe_a_file_or_quantisation(
 
 
 @pytest.mark.parametrize(
+    ("name", "repo", "wanted", "full"),
+    [
+        ("qwen3", "unsloth/Qwen3-8B-GGUF", None, "qwen3:8b"),
+        ("qwen3:latest", "unsloth/Qwen3-8B-GGUF", None, "qwen3:8b"),
+        ("Qwen3:4B-Q8_0", "unsloth/Qwen3-4B-GGUF", "Q8_0", "qwen3:4b"),
+        ("qwen3:4b-mlx", "mlx-community/Qwen3-4B-4bit", None, "qwen3:4b-mlx"),
+        ("bge-reranker:v2-m3", "gpustack/bge-reranker-v2-m3-GGUF", None, "bge-reranker:v2-m3"),
+        ("gpt-oss", "ggml-org/gpt-oss-20b-GGUF", None, "gpt-oss:20b"),
+    ],
+)
+def test_a_short_name_means_a_repository_of_a_hub(
+    name: str, repo: str, wanted: str | None, full: str
+) -> None:
+    assert locate(name, MODELS) == HubModel(repo, wanted, MODELS / "hub" / repo, full)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3:9b", "qwen3:4", "gemma3:4b-", "llama3.2:", "phi4:14b-mlx-"]
+)
+def test_an_unknown_size_is_answered_with_those_of_the_family(name: str) -> None:
+    family = name.partition(":")[0]
+    expected = "No model is called" if name.endswith(":") else rf"sizes of {family} are {family}:"
+    with pytest.raises(ModelError, match=expected):
+        locate(name, MODELS)
+
+
+def test_a_file_or_folder_wins_over_a_short_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("qwen3").write_bytes(b"GGUF")
+    assert locate("qwen3", MODELS) == Path("qwen3")
+
+
+@pytest.mark.parametrize(
     "name", ["gone.gguf", "./gone", "../gone", "/gone", "~/gone", "~nobody-here/gone", "a/b/c.gguf"]
 )
 def test_a_path_to_nothing_is_reported_as_a_missing_file(name: str) -> None:
@@ -117,7 +152,7 @@ def test_a_folder_is_reported_as_a_folder_not_as_a_missing_file(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", ["smolm2", "SmolLM2", "smollm"])
 def test_a_misspelt_name_suggests_the_right_one(name: str) -> None:
-    with pytest.raises(ModelError, match=r"Did you mean smollm2\b"):
+    with pytest.raises(ModelError, match=r"Did you mean .*\bsmollm2\b"):
         locate(name, MODELS)
 
 
@@ -127,7 +162,7 @@ def test_a_misspelt_name_suggests_the_right_one(name: str) -> None:
 def test_an_unknown_name_is_answered_with_the_accepted_forms(name: str) -> None:
     with pytest.raises(
         ModelError,
-        match=r"catalogue name \(smollm2, smollm2-shapes, minilm\).*\.gguf file.*org/repo",
+        match=r"catalogue name \(smollm2, smollm2-shapes, minilm, qwen3, .*\.gguf file.*org/repo",
     ):
         locate(name, MODELS)
 

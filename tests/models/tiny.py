@@ -76,6 +76,10 @@ class RecordedProgress:
         self.tasks: list[tuple[str, int | None]] = []
         self.advanced: list[int] = []
         self.open = 0
+        self.lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self.lines.append(line)
 
     def start(self, total_bytes: int | None, description: str) -> None:
         self.tasks.append((description, total_bytes))

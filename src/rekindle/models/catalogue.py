@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from rekindle.errors import ModelError
+from rekindle.models.families import FAMILIES, find_in_families
 from rekindle.models.folder import CONFIG, WEIGHTS, is_model_folder
 
 DEFAULT_MODEL = "smollm2"
@@ -110,8 +111,8 @@ HUB_ID = re.compile(
     re.ASCII,
 )
 ACCEPTED = (
-    f"a catalogue name ({', '.join(CATALOGUE)}), the path of a .gguf file or of a model folder, "
-    "or a hub id (org/repo, org/repo:Q4_K_M or org/repo:file.gguf)"
+    f"a catalogue name ({', '.join((*CATALOGUE, *FAMILIES))}), the path of a .gguf file or of a "
+    "model folder, or a hub id (org/repo, org/repo:Q4_K_M or org/repo:file.gguf)"
 )
 
 
@@ -128,6 +129,7 @@ class HubModel:
     repo: str
     wanted: str | None
     folder: Path
+    name: str | None = None  # of a family: the best is the one that fits into this machine's memory
 
 
 def locate(name: str, models_dir: Path) -> PackagedModel | HubModel | Path:
@@ -137,12 +139,19 @@ def locate(name: str, models_dir: Path) -> PackagedModel | HubModel | Path:
     path = _expand(name)
     if _is_model(path):
         return path
+    if family := find_in_families(name):
+        folder = _hub_folder(models_dir, family.repo)
+        return HubModel(family.repo, family.quant, folder, family.name)
     if _looks_like_path(name):
         raise ModelError(_missing_file(path))
     if hub := HUB_ID.fullmatch(name):
-        folder = models_dir / "hub" / hub["owner"] / hub["repo"]
-        return HubModel(f"{hub['owner']}/{hub['repo']}", hub["wanted"], folder)
+        repo = f"{hub['owner']}/{hub['repo']}"
+        return HubModel(repo, hub["wanted"], _hub_folder(models_dir, repo))
     raise ModelError(_unknown_name(name))
+
+
+def _hub_folder(models_dir: Path, repo: str) -> Path:
+    return models_dir / "hub" / repo
 
 
 def _expand(name: str) -> Path:
@@ -174,6 +183,13 @@ def _missing_file(path: Path) -> str:
 
 
 def _unknown_name(name: str) -> str:
-    close = get_close_matches(name.lower(), CATALOGUE, n=3, cutoff=0.6)
+    family_name, _, size = name.lower().partition(":")
+    if size and (family := FAMILIES.get(family_name)):
+        known = ", ".join(f"{family_name}:{each}" for each in family.members)
+        return (
+            f"There is no {name!r}. The sizes of {family_name} are {known}; a quantisation may "
+            f"follow, as in {family_name}:{family.default}-q8_0."
+        )
+    close = get_close_matches(name.lower(), (*CATALOGUE, *FAMILIES), n=3, cutoff=0.6)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     return f"No model is called {name!r}.{hint} Give {ACCEPTED}."

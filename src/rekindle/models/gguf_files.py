@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TypeAlias
 
 PREFERRED = ("Q4_K_M", "Q4_K_S", "Q5_K_M", "Q4_0", "Q8_0", "F16")
+#: For a model that shall fit into memory. Most quality for its size first, then smaller ones; the
+#: larger ones come last, for repositories that have nothing else.
+FITTING = (
+    *("Q4_K_M", "Q4_K_S", "Q4_0", "MXFP4", "IQ4_XS", "Q3_K_M", "Q3_K_S", "Q2_K"),
+    *("Q5_K_M", "Q6_K", "Q8_0", "F16", "BF16"),
+)
 PROJECTOR = "mmproj"
 PROJECTOR_PRECISIONS = ("f16", "bf16", "f32", "q8_0")  # in order of preference
 NOT_MODELS = (PROJECTOR, "imatrix")  # GGUF files that accompany a model
@@ -25,6 +31,28 @@ class Unclear:
 
     reason: str
     choices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model of a repository, with the size of all its files."""
+
+    quant: str  # or the name of its file, if that names none
+    files: Files
+    size_bytes: int
+
+
+def candidates(sizes: Mapping[str, int]) -> list[Candidate]:
+    """Return the models of a repository by preference. `sizes` is in bytes by file name.
+
+    A quantisation that several models have is ambiguous and left out.
+    """
+    models = whole_models(sizes)
+    matching = ((quant, _of_quant(models, quant)) for quant in FITTING)
+    found = [(quant, each[0]) for quant, each in matching if len(each) == 1]
+    if not found and len(models) == 1:
+        found = [(models[0][0], models[0])]
+    return [Candidate(quant, files, sum(map(sizes.__getitem__, files))) for quant, files in found]
 
 
 def choose(names: Collection[str], wanted: str | None) -> Files | Unclear:

@@ -6,13 +6,13 @@ Uses huggingface_hub, and obeys HF_ENDPOINT and HF_TOKEN.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from hashlib import file_digest, sha256
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import httpx2  # the HTTP client of huggingface_hub, whose errors it passes on
 import msgspec
@@ -28,11 +28,14 @@ from huggingface_hub.file_download import http_get
 from huggingface_hub.hf_api import RepoSibling
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
 from msgspec import Struct
+from rich.filesize import decimal
 
 from rekindle.errors import ModelError
+from rekindle.memory import host_free_bytes
 from rekindle.models.catalogue import HubModel
+from rekindle.models.families import smaller_names
 from rekindle.models.folder import CONFIG, WEIGHTS, is_model_folder
-from rekindle.models.gguf_files import Unclear, best_projector, choose
+from rekindle.models.gguf_files import Candidate, Unclear, best_projector, candidates, choose
 from rekindle.models.progress import Advance, Progress, task
 from rekindle.models.workspace import publish, publish_folder, require_room, workspace
 
@@ -50,19 +53,30 @@ class HubFile(Struct, frozen=True, array_like=True):
     sha256: str | None
 
 
-def list_files(repo: str) -> list[HubFile]:
-    """List the files of a repository that have safe names."""
+class Listing(NamedTuple):
+    files: list[HubFile]  # those with safe names
+    licence: str | None  # as the repository states it
+
+
+def read_listing(repo: str) -> Listing:
+    """Ask the hub for the files and the licence of a repository."""
     api = HfApi(endpoint=_endpoint())
     try:
         info = api.model_info(repo, files_metadata=True, timeout=30)
         files = [_hub_file(repo, info.sha, sibling) for sibling in info.siblings or ()]
+        licence = _licence(info.tags or ())
     except (HFValidationError, HfHubHTTPError):
         raise
     except (TypeError, KeyError, ValueError) as error:  # JSON of another shape, or none
         raise ModelError(
             f"The answer for {repo} is not from a model hub. Check HF_ENDPOINT and any proxy."
         ) from error
-    return [file for file in files if _is_safe(file.name)]
+    return Listing([file for file in files if _is_safe(file.name)], licence)
+
+
+def _licence(tags: Iterable[str]) -> str | None:
+    prefix = "license:"
+    return next((tag.removeprefix(prefix) for tag in tags if tag.startswith(prefix)), None)
 
 
 def _hub_file(repo: str, commit: str | None, sibling: RepoSibling) -> HubFile:
@@ -179,10 +193,12 @@ def fetch(source: HubModel, models_dir: Path, progress: Progress) -> Path:
     The projector is fetched first, so that a complete model always has it.
     """
     with explained(source.repo):
-        listed = list_files(source.repo)
-        if source.wanted is None and (files := _folder_files(listed)):
+        listed, licence = read_listing(source.repo)
+        if source.wanted is None and (files := folder_files(listed)):
+            progress.say(_introduction(source, files, "the whole folder", licence))
             return _fetch_folder(files, source.folder, models_dir, progress)
-        files = _choose_files(source, listed)
+        files, reason = _choose_files(source, listed)
+        progress.say(_introduction(source, files, files[0].name, licence) + reason)
         first = source.folder / files[0].name
         _fetch_beside(first, listed, models_dir, progress)
         for number, file in enumerate(files, 1):
@@ -191,7 +207,7 @@ def fetch(source: HubModel, models_dir: Path, progress: Progress) -> Path:
     return first
 
 
-def _folder_files(listed: list[HubFile]) -> list[HubFile]:
+def folder_files(listed: list[HubFile]) -> list[HubFile]:
     """Return the files of a model folder, or none if the repository has GGUF files or no such
     model."""
     names = {file.name for file in listed}
@@ -213,7 +229,7 @@ def _fetch_folder(files: list[HubFile], final: Path, models_dir: Path, progress:
         folder = scratch / sha256(files[0].commit.encode()).hexdigest()[:16]
         folder.mkdir(exist_ok=True)
         missing = [file for file in files if not (folder / file.name).is_file()]
-        require_room(scratch, sum(file.size_bytes or 0 for file in missing))
+        require_room(scratch, _size_bytes(missing))
         for file in missing:
             title = f"{file.name} ({files.index(file) + 1} of {len(files)})"
             part = folder / f"{file.name}.part"
@@ -227,7 +243,7 @@ def fetch_projector(
 ) -> Path | None:
     """Fetch only the projector, next to the model. None if the repository has none."""
     with explained(source.repo):
-        return _fetch_beside(model, list_files(source.repo), models_dir, progress)
+        return _fetch_beside(model, read_listing(source.repo).files, models_dir, progress)
 
 
 def _fetch_beside(
@@ -242,20 +258,68 @@ def _fetch_beside(
     return path
 
 
-def _choose_files(source: HubModel, listed: list[HubFile]) -> list[HubFile]:
+def _introduction(source: HubModel, files: list[HubFile], what: str, licence: str | None) -> str:
+    """Say what is pulled before it takes long: files, size and licence."""
+    name = f"{source.name} is " if source.name else "Pulling "
+    size = decimal(_size_bytes(files))
+    terms = f"licence {licence}" if licence else "no licence stated"
+    return f"{name}{source.repo}, {what}: {size}, {terms}."
+
+
+def _size_bytes(files: list[HubFile]) -> int:
+    return sum(file.size_bytes or 0 for file in files)
+
+
+def _choose_files(source: HubModel, listed: list[HubFile]) -> tuple[list[HubFile], str]:
+    """Return the files of the model, and a sentence that explains the choice or is empty."""
     files = {file.name: file for file in listed}
-    chosen = choose(files.keys(), source.wanted)
-    if not isinstance(chosen, Unclear):
-        return [files[name] for name in chosen]
-    if _folder_files(listed):
-        raise ModelError(f"{source.repo} is one model in a folder. Omit :{source.wanted}.")
+    if source.name and source.wanted is None:
+        found = candidates({name: file.size_bytes or 0 for name, file in files.items()})
+        if found:
+            chosen, reason = _fitting(source.name, source.repo, found, host_free_bytes())
+            return [files[name] for name in chosen.files], reason
+    wanted = choose(files.keys(), source.wanted)
+    if not isinstance(wanted, Unclear):
+        return [files[name] for name in wanted], ""
+    raise ModelError(_unclear(source, listed, wanted))
+
+
+def _fitting(
+    name: str, repo: str, found: list[Candidate], free_bytes: int
+) -> tuple[Candidate, str]:
+    """Choose the first quantisation whose weights leave a quarter of the free memory for the KV
+    cache. Raises ModelError if none does."""
+    first, room_bytes = found[0], free_bytes * 3 // 4
+    free = f"{decimal(free_bytes)} of memory that this machine has free"
+    chosen = next((each for each in found if each.size_bytes <= room_bytes), None)
+    if chosen is first:
+        return (
+            first,
+            f" {first.quant} is the usual balance of quality and size. It fits the {free}.",
+        )
+    if chosen is not None:
+        too_large = f"{first.quant} ({decimal(first.size_bytes)})"
+        return chosen, f" {too_large} is too large for the {free}, so {chosen.quant} was chosen."
+    least = min(found, key=lambda each: each.size_bytes)
+    smaller = smaller_names(name)
+    others = f"Pull a smaller size ({', '.join(smaller)}), or" if smaller else "To pull it anyway,"
+    raise ModelError(
+        f"{name} is too large for the {free}: the smallest file ({least.quant}) has "
+        f"{decimal(least.size_bytes)}, and a quarter of the memory is needed for the KV cache. "
+        f"{others} name the file: {repo}:{least.files[0]}."
+    )
+
+
+def _unclear(source: HubModel, listed: list[HubFile], chosen: Unclear) -> str:
+    if folder_files(listed):
+        return f"{source.repo} is one model in a folder. Omit :{source.wanted}."
     shown = ", ".join(chosen.choices[:MAX_CHOICES_SHOWN])
     left_out = len(chosen.choices) - MAX_CHOICES_SHOWN
     more = f" and {left_out} more" if left_out > 0 else ""
     remedy = (
         f"Name one as {source.repo}:FILE, of {shown}{more}." if shown else "Choose another one."
     )
-    raise ModelError(f"{source.repo} {chosen.reason}. {remedy}")
+    return f"{source.repo} {chosen.reason}. {remedy}"
 
 
 def _fetch_file(

@@ -46,6 +46,7 @@ def task_bars(console: Console) -> Bars:
 class Progress(Protocol):
     """Shows one download at a time."""
 
+    def say(self, line: str) -> None: ...
     def start(self, total_bytes: int | None, description: str) -> None: ...
     def advance(self, size_bytes: int) -> None: ...
     def done(self) -> None: ...
@@ -71,6 +72,9 @@ class BarProgress:
         self._console = console
         self._bars: Bars | None = None
         self._task = TaskID(0)
+
+    def say(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False)
 
     def start(self, total_bytes: int | None, description: str) -> None:
         self._bars = Bars(
@@ -103,6 +107,9 @@ class LineProgress:
         self._description = ""
         self._done_bytes = 0
         self._lines = 0
+
+    def say(self, line: str) -> None:
+        self._print(line)
 
     def start(self, total_bytes: int | None, description: str) -> None:
         self._total, self._description = total_bytes, description

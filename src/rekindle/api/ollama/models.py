@@ -171,6 +171,9 @@ class Download:
             self._busy.release()
             self._put(None)
 
+    def say(self, line: str) -> None:
+        self._put({"status": line})
+
     def start(self, total_bytes: int | None, description: str) -> None:
         self._fields: dict[str, Any] = {
             "status": description,
