@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import httpx
 import orjson
@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from rekindle.cli.cache_client import connect
+from rekindle.cli.servers import ChatServer
 from rekindle.errors import RekindleError
 from rekindle.event_stream import EventReader
 
@@ -73,6 +74,19 @@ class Conversation:
 
     def __post_init__(self) -> None:
         self.start_over()
+
+    @classmethod
+    def at(
+        cls, server: ChatServer, options: Mapping[str, float | None], system: str | None
+    ) -> Conversation:
+        """Begin a conversation. An option that is None is left to the server."""
+        return cls(
+            base_url=server.base_url,
+            model=server.model,
+            api_key=server.api_key or "none",
+            options={name: value for name, value in options.items() if value is not None},
+            system=system,
+        )
 
     def start_over(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
@@ -168,6 +182,37 @@ def _message(response: httpx.Response) -> str:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"the server answered {response.status_code}"
+
+
+def read_prompt(prompt: str | None, stdin: TextIO) -> str | None:
+    """Join what is piped in with the prompt, in this order. None means a conversation."""
+    piped = "" if stdin.isatty() else stdin.read().strip()
+    parts = [part for part in (piped, prompt) if part]
+    if not parts and (prompt is not None or not stdin.isatty()):
+        raise RekindleError("the prompt is empty: give a question, or pipe text in")
+    return "\n\n".join(parts) or None
+
+
+def talk(conversation: Conversation, text: str | None, console: Console) -> None:
+    """Answer one message, or hold a conversation if there is none."""
+    if text is None:
+        converse(conversation, console)
+    else:
+        answer(conversation, text, console)
+
+
+def answer(conversation: Conversation, text: str, console: Console) -> None:
+    """Print the reply to one message. Only a terminal gets reasoning and the cost, too."""
+    if console.is_terminal:
+        with Screen(console) as screen:
+            for part in conversation.send(text):
+                screen.show(part)
+        return
+    for part in conversation.send(text):
+        if isinstance(part, str):
+            console.file.write(part)
+            console.file.flush()
+    console.file.write("\n")
 
 
 def converse(conversation: Conversation, console: Console) -> None:

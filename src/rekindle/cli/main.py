@@ -81,26 +81,59 @@ def pull(
     typer.echo(fetch(name, models_dir=settings.models_dir, progress=progress_on(console)))
 
 
+Prompt = Annotated[
+    str | None,
+    typer.Argument(help="Question to answer once; text that is piped in comes before it"),
+]
+System = Annotated[str | None, typer.Option(help="System prompt")]
+MaxTokens = Annotated[
+    int | None, typer.Option(min=1, help="Maximum tokens of a reply", show_default="the server's")
+]
+Temperature = Annotated[float, typer.Option(min=0.0, help="Temperature; 0 is greedy")]
+
+
+@app.command()
+def run(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="As for `serve --model`", show_default="the server's, else smollm2"),
+    ] = None,
+    prompt: Prompt = None,
+    base_url: BaseUrl = LOCAL_SERVER,
+    api_key: ApiKey = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
+    config: ConfigFile = None,
+) -> None:
+    """Chat with a model, pulling and loading it if needed. Uses a running server that serves it."""
+    from rekindle.cli.chat import Conversation, read_prompt, talk
+    from rekindle.cli.servers import server_with
+
+    text = read_prompt(prompt, sys.stdin)
+    with server_with(model, base_url, api_key, config, console) as server:
+        options = {"max_tokens": max_tokens, "temperature": temperature}
+        talk(Conversation.at(server, options, system), text, Console())
+
+
 @app.command()
 def chat(
+    prompt: Prompt = None,
     base_url: BaseUrl = LOCAL_SERVER,
     model: Annotated[str, typer.Option(help="Name of the model")] = "default",
-    system: Annotated[str | None, typer.Option(help="System prompt")] = None,
+    system: System = None,
     api_key: ApiKey = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of a reply")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature; 0 is greedy")] = 0.7,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = 0.7,
 ) -> None:
-    """Chat with a running server. Each turn shows what was reused and the time to first token."""
-    from rekindle.cli.chat import Conversation, converse
+    """Chat with a running server, or ask it one question. Shows what each turn reused."""
+    from rekindle.cli.chat import Conversation, read_prompt, talk
+    from rekindle.cli.servers import ChatServer, running_server
 
-    conversation = Conversation(
-        base_url=base_url,
-        model=model,
-        api_key=api_key or "none",
-        options={"max_tokens": max_tokens, "temperature": temperature},
-        system=system,
-    )
-    converse(conversation, Console())
+    text = read_prompt(prompt, sys.stdin)
+    with running_server(ChatServer(base_url, model, api_key), console) as server:
+        options = {"max_tokens": max_tokens, "temperature": temperature}
+        talk(Conversation.at(server, options, system), text, Console())
 
 
 @app.command()
