@@ -15,9 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import rekindle
-import rekindle.cli.chat
 from rekindle.cli import main as cli
-from rekindle.cli.chat import Conversation
 from rekindle.config import SETTINGS, Config
 from rekindle.errors import RekindleError
 from rekindle.front import launch
@@ -25,7 +23,7 @@ from rekindle.http import auth
 from rekindle.http.auth import Keys
 from rekindle.protocol.requests import LoadModel
 
-COMMANDS = ("serve", "pull", "chat", "bench", "key", "config")
+COMMANDS = ("serve", "pull", "chat", "run", "ls", "ps", "show", "rm", "bench", "key", "config")
 CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
 #: Flags that existing scripts use.
 SERVE_FLAGS = (
@@ -402,15 +400,3 @@ def test_a_configured_format_reaches_the_runtime(
         asyncio.run(open_models())
     [sent] = (load.settings for load in loads)
     assert (sent.tool_format, sent.reasoning_format) == formats
-
-
-def test_chat_passes_its_options_to_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Conversation] = []
-    monkeypatch.setattr(rekindle.cli.chat, "converse", lambda talk, _console: found.append(talk))
-    monkeypatch.setenv("REKINDLE_API_KEY", "secret")
-    shown("chat", "--system", "Be brief.", "--max-tokens", "5", "--temperature", "0")
-    [conversation] = found
-    assert conversation.base_url == "http://127.0.0.1:8080/v1"
-    assert (conversation.model, conversation.api_key) == ("default", "secret")
-    assert conversation.options == {"max_tokens": 5, "temperature": 0.0}
-    assert conversation.messages == [{"role": "system", "content": "Be brief."}]

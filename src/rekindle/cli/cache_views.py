@@ -74,7 +74,7 @@ def _table(entries: Sequence[Json]) -> Table:
 def entry_table(entry: Json) -> RenderableType:
     segments = [f"{each['type']} {each['hash']}" for each in entry["segments"]]
     names = [f"{each['kind']} {each['name']}" for each in entry["names"]]
-    return _pairs(
+    return pairs(
         {
             "key": entry["cache_key"],
             "model": entry["model"],
@@ -95,7 +95,7 @@ def entry_table(entry: Json) -> RenderableType:
 
 def stats_table(stats: Json) -> RenderableType:
     """All figures by the server's names, with bytes in readable units."""
-    return _pairs({name.replace("_", " "): _figure(name, value) for name, value in stats.items()})
+    return pairs({name.replace("_", " "): _figure(name, value) for name, value in stats.items()})
 
 
 def explanation(result: Json) -> RenderableType:
@@ -159,7 +159,7 @@ def _short_keys(keys: Sequence[str]) -> dict[str, str]:
     return {key: key[:SHORT_KEY] if beginnings.count(key[:SHORT_KEY]) == 1 else key for key in keys}
 
 
-def _pairs(rows: Mapping[str, str]) -> RenderableType:
+def pairs(rows: Mapping[str, str]) -> RenderableType:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")

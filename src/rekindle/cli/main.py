@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.markup import escape
 
 from rekindle.cli import cache as cache_cli
@@ -81,6 +82,7 @@ def pull(
     typer.echo(fetch(name, models_dir=settings.models_dir, progress=progress_on(console)))
 
 
+PulledName = Annotated[str, typer.Argument(help="Name from `rekindle ls`")]
 Prompt = Annotated[
     str | None,
     typer.Argument(help="Question to answer once; text that is piped in comes before it"),
@@ -134,6 +136,54 @@ def chat(
     with running_server(ChatServer(base_url, model, api_key), console) as server:
         options = {"max_tokens": max_tokens, "temperature": temperature}
         talk(Conversation.at(server, options, system), text, Console())
+
+
+@app.command("ls")
+def list_models(
+    catalogue: Annotated[
+        bool, typer.Option("--catalogue", help="List the names that can be pulled instead")
+    ] = False,
+    config: ConfigFile = None,
+) -> None:
+    """List the models on this machine."""
+    from rekindle.cli.models import catalogue_table, models_table
+    from rekindle.models.local import pulled_models
+
+    models_dir = load_config({}, file=config).models_dir
+    table = catalogue_table() if catalogue else models_table(pulled_models(models_dir))
+    Console().print(table)
+
+
+@app.command("ps")
+def list_running(base_url: BaseUrl = LOCAL_SERVER, api_key: ApiKey = None) -> None:
+    """List the models that a server has loaded."""
+    from rekindle.cli.models import running_models, running_table
+
+    Console().print(running_table(running_models(base_url, api_key)))
+
+
+@app.command("show")
+def show_model(name: PulledName, config: ConfigFile = None) -> None:
+    """Show what is known about a model on this machine."""
+    from rekindle.cli.models import model_table
+    from rekindle.models.local import find_pulled_model
+
+    models_dir = load_config({}, file=config).models_dir
+    Console().print(model_table(find_pulled_model(name, models_dir)))
+
+
+@app.command("rm")
+def remove_models(
+    names: Annotated[list[str], typer.Argument(help="Names from `rekindle ls`")],
+    config: ConfigFile = None,
+) -> None:
+    """Remove models from this machine. If one of them does not exist, none is removed."""
+    from rekindle.models.local import find_pulled_model, remove
+
+    models_dir = load_config({}, file=config).models_dir
+    for model in [find_pulled_model(name, models_dir) for name in dict.fromkeys(names)]:
+        freed = decimal(remove(model, models_dir))
+        Console().print(f"{model.name} is removed, {freed} freed", markup=False, highlight=False)
 
 
 @app.command()

@@ -146,6 +146,7 @@ def started_server(
             style="dim",
             markup=False,
             highlight=False,
+            soft_wrap=True,
         )
         yield ChatServer(server.base_url, name, api_key)
     finally:

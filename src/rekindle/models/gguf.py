@@ -5,6 +5,8 @@ Nothing in the file is trusted: every count and length is bounded before it is u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
@@ -14,11 +16,13 @@ from rekindle.errors import ModelError
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
 
-UINT32, STRING, ARRAY = 4, 8, 9
-FIXED_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, UINT32: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+UINT32, STRING, ARRAY, UINT64 = 4, 8, 9, 10
+FIXED_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, UINT32: 4, 5: 4, 6: 4, 7: 1, UINT64: 8, 11: 8, 12: 8}
+UNSIGNED = (0, 2, UINT32, UINT64)
 
 BUFFER_BYTES = 1 << 20  # read at a time
 MAX_NAME_BYTES = 65_535
+MAX_TEXT_BYTES = 1000  # of a field that is shown; a chat template is longer
 MAX_HEADER_BYTES = 256 << 20  # ten times the largest known header
 MAX_ITEMS = 4_000_000  # likewise; bounds the time that a malicious file can cost
 
@@ -53,6 +57,42 @@ def check_gguf(path: Path) -> None:
         ) from None
     except OSError as error:
         raise ModelError(f"Cannot read {path}: {error.strerror}. Check its permissions.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class GgufSummary:
+    """What a header says about its model: short fields by key, and the number of weights."""
+
+    fields: Mapping[str, str | int]
+    parameters: int
+
+
+def summarise_gguf(path: Path) -> GgufSummary:
+    """Read the header of a checked file."""
+    with path.open("rb", buffering=BUFFER_BYTES) as file:
+        header = HeaderReader(file, path.stat().st_size)
+        count, tensors = _read_counts(header)
+        fields: dict[str, str | int] = {}
+        for _ in range(count):
+            key = header.string(MAX_NAME_BYTES).decode(errors="replace")
+            kind = header.u32()
+            if kind == STRING:
+                if (length := header.u64()) <= MAX_TEXT_BYTES:
+                    fields[key] = header.take(length).decode(errors="replace")
+                else:
+                    header.skip(length)
+            elif kind in UNSIGNED:
+                fields[key] = int.from_bytes(header.take(FIXED_BYTES[kind]), "little")
+            else:
+                _skip_value(header, kind)
+        return GgufSummary(fields, sum(_read_tensor_elements(header) for _ in range(tensors)))
+
+
+def _read_tensor_elements(header: HeaderReader) -> int:
+    header.string(MAX_NAME_BYTES)
+    shape = [header.u64() for _ in range(header.u32())]
+    header.skip(FIXED_BYTES[UINT32] + FIXED_BYTES[UINT64])  # its type and offset
+    return prod(shape)
 
 
 def _check(header: HeaderReader) -> None:
