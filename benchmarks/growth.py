@@ -23,7 +23,7 @@ from served_growth import concurrent_turns, conversation
 from stored_growth import blocks, chain_depth, entries, tenants
 
 from rekindle.bench.results import write_json
-from rekindle.models.progress import task_bars
+from rekindle.models.progress import TaskProgress
 
 FOLDER = Path("bench-results")
 
@@ -85,13 +85,12 @@ def measure(sizes: Mapping[str, Sequence[int]]) -> list[Line]:
     """Measure each row at each of its sizes, smallest first."""
     lines = []
     console = Console(stderr=True)
-    with task_bars(console) as bars:
+    with TaskProgress(console) as progress:
         for name, each in sizes.items():
-            task = bars.add_task(ROWS[name].title, total=len(each))
-            for size in sorted(each):
-                bars.update(task, description=f"{ROWS[name].title}: {size:,}")
-                lines.append(_measure_one(name, size))
-                bars.advance(task)
+            with progress.task(ROWS[name].title, len(each)) as step:
+                for size in sorted(each):
+                    lines.append(_measure_one(name, size))
+                    step()
     return lines
 
 

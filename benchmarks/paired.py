@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import cast
 import in_place
 from machine import Load, load_between, read
 from models import projector
-from rich.progress import Progress, TaskID
 from servers import Server, Setup, llamacpp, rekindle
 from targets import Comparison
 
@@ -21,6 +20,7 @@ from rekindle.bench import BenchOptions, Results
 from rekindle.bench.rig import Rig, Round, open_rig
 from rekindle.bench.scenarios import Article, computed_in
 from rekindle.bench.session import SCENARIOS
+from rekindle.models.progress import TaskProgress
 
 PAUSE_S = 0.5  # writes after a turn must not disturb the measurement of the other server
 
@@ -52,7 +52,7 @@ class PairedRun:
     models: Mapping[str, Path]  # by scenario
     folder: Path
     seed: str
-    progress: Progress
+    progress: TaskProgress
     ours: dict[str, list[Round]] = field(default_factory=dict)
     theirs: dict[str, list[Round]] = field(default_factory=dict)
     in_place_s: list[float] = field(default_factory=list)
@@ -61,11 +61,11 @@ class PairedRun:
 
     async def measure(self, scenario: str, repeats: int) -> None:
         """Start both servers afresh and measure them round by round."""
-        task = self.progress.add_task(scenario, total=2 * repeats)
         async with AsyncExitStack() as stack:
+            step = stack.enter_context(self.progress.task(scenario, 2 * repeats))
             ours, theirs = await self._enter(stack, scenario)
             for number in range(repeats):
-                await self._round(scenario, number, ours, theirs, task)
+                await self._round(scenario, number, ours, theirs, step)
 
     async def _enter(self, stack: AsyncExitStack, scenario: str) -> tuple[Side, Side]:
         model, mmproj = self.models[scenario], projector(scenario)
@@ -83,13 +83,13 @@ class PairedRun:
         return sides[0], sides[1]
 
     async def _round(
-        self, scenario: str, number: int, ours: Side, theirs: Side, task: TaskID
+        self, scenario: str, number: int, ours: Side, theirs: Side, step: Callable[[], None]
     ) -> None:
         sides = [(ours, theirs, self.ours), (theirs, ours, self.theirs)]
         for active, idle, rounds in sides if number % 2 == 0 else reversed(sides):
             measured = await self._alone(active, idle, scenario, f"{self.seed}-{number}")
             rounds.setdefault(scenario, []).append(measured)
-            self.progress.advance(task)
+            step()
         if scenario == "article":
             await self._reference(theirs.server)
 

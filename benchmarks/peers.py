@@ -19,7 +19,7 @@ from targets import Comparison
 
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
-from rekindle.models.progress import progress_on, task_bars
+from rekindle.models.progress import TaskProgress, progress_on
 from rekindle.models.pull import pull
 
 REPEATS = {
@@ -65,7 +65,7 @@ def compare(models: dict[str, Path], repeats: dict[str, int], console: Console) 
             await run.measure(scenario, times)
         return run.comparison()
 
-    with task_bars(console) as progress:
+    with TaskProgress(console) as progress:
         return asyncio.run(measure(PairedRun(models, FOLDER, secrets.token_hex(4), progress)))
 
 

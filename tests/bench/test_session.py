@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Literal
@@ -17,9 +18,13 @@ from rekindle.bench import (
     Results,
     plot,
     print_table,
+    quick_options,
+    require_matplotlib,
     run,
     save_json,
+    write_page,
 )
+from rekindle.bench.client import fitted
 from rekindle.bench.results import FIGURES
 from rekindle.bench.scenarios import Article, Crowd, Savings, SharedDocument
 from tests.bench.fake_openai import FakeOpenAI
@@ -130,7 +135,19 @@ def test_a_row_has_the_time_without_the_cache_and_the_speed_up(serve: Serve) -> 
     results = measure(small(serve(FakeOpenAI()), "savings"))
     figures, shown = results.figures(), printed(results)
     header, *_ = [line for line in shown.splitlines() if "figure" in line]
-    assert header.split() == ["┃", "figure", "┃", "value", "┃", "no", "cache", "┃", "speed-up", "┃"]
+    assert header.split() == [
+        "┃",
+        "figure",
+        "┃",
+        "value",
+        "┃",
+        "no",
+        "cache",
+        "┃",
+        "speed-up",
+        "┃",
+        "┃",
+    ]
     [row] = [line for line in shown.splitlines() if "turn 1 (pre-warmed)" in line]
     for name in ("s", "uncached_s", "speedup"):
         figure = f"savings_prewarmed_{name}"
@@ -231,6 +248,78 @@ def test_a_missing_plotting_library_is_reported_with_the_install_command(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(BenchFailed, match="pip install matplotlib"):
         plot([results], tmp_path / "bench.png")
+    with pytest.raises(BenchFailed, match=r"pip install matplotlib.*--html"):
+        require_matplotlib()
+
+
+def test_a_table_draws_times_and_speeds_as_bars(serve: Serve) -> None:
+    results = measure(small(serve(FakeOpenAI()), "savings", "decode"))
+    figures = results.figures()
+    longest = max(
+        (name for name in figures if FIGURES[name].unit == "s" and "uncached" not in name),
+        key=lambda name: figures[name],
+    )
+    lines = printed(results).splitlines()
+    bars = {name: line.count("█") for name in figures for line in lines
+            if FIGURES[name].label in line}  # fmt: skip
+    drawn = {name: count for name, count in bars.items() if FIGURES[name].unit == "s"}
+    assert max(drawn.values()) == drawn[longest] > 0
+    fastest = max(bars[name] for name in bars if FIGURES[name].unit == "tokens/s")
+    assert fastest == 20
+
+
+def test_a_page_shows_every_time_and_speed_without_other_files(
+    serve: Serve, tmp_path: Path
+) -> None:
+    results = measure(small(serve(FakeOpenAI()), "savings", "decode"))
+    write_page([replace(results, label="<b>")], tmp_path / "new" / "bench.html")
+    page = (tmp_path / "new" / "bench.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "<script" not in page
+    assert "http" not in page
+    for name, value in results.figures().items():
+        if FIGURES[name].unit in ("s", "tokens/s") and "uncached" not in name:
+            assert FIGURES[name].show(value) in page
+
+
+def test_progress_is_a_line_per_step_where_there_is_no_terminal(serve: Serve) -> None:
+    output = StringIO()
+    run(small(serve(FakeOpenAI()), "article", "decode"), Console(file=output))
+    assert output.getvalue().splitlines() == [
+        "calibrating: 1 of 1",
+        "article: 1 of 2",
+        "article: 2 of 2",
+        "decode: 1 of 2",
+        "decode: 2 of 2",
+    ]
+
+
+def test_a_quick_bench_shows_what_the_cache_saves_and_how_fast_replies_are(serve: Serve) -> None:
+    results = measure(quick_options(serve(FakeOpenAI())))
+    assert {"savings", "decode"} <= set(results.rounds)
+    assert all(len(rounds) == 1 for rounds in results.rounds.values())
+    assert "savings_second_speedup" in results.figures()
+
+
+@pytest.mark.parametrize("prefill_s", [0.001, 0.1, 10.0])
+def test_a_quick_bench_of_a_slow_server_is_shortened_to_its_budget(prefill_s: float) -> None:
+    options = quick_options("http://a")
+    assert options.budget_s is not None
+    short = fitted(options, prefill_s, prefill_s)
+    full = fitted(replace(options, budget_s=None), prefill_s, prefill_s)
+    assert full == replace(options, budget_s=None)
+    prefill_tokens = 6 * short.article_tokens + short.document_tokens
+    if prefill_s == 0.001:
+        assert short == options
+    else:
+        assert short.scale < 1
+        assert prefill_tokens * prefill_s <= options.budget_s or short.article_tokens == 4
+
+
+def test_a_shortened_bench_says_so(serve: Serve) -> None:
+    results = measure(small(serve(FakeOpenAI()), "decode"))
+    assert "usual length" not in printed(results)
+    assert "25% of their usual length" in printed(replace(results, scale=0.25))
 
 
 def printed(results: Results) -> str:

@@ -400,3 +400,13 @@ def test_a_configured_format_reaches_the_runtime(
         asyncio.run(open_models())
     [sent] = (load.settings for load in loads)
     assert (sent.tool_format, sent.reasoning_format) == formats
+
+
+def test_a_missing_plotting_library_is_reported_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bench once ended after minutes with this error, and without its results."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message = failure(monkeypatch, capsys, "bench", "--png", "bench.png")
+    assert "matplotlib" in message
+    assert "--html" in message

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import typer
 from rich.console import Console
 
 from rekindle.cli import main as cli
@@ -185,7 +186,7 @@ def test_a_chat_in_a_terminal_offers_to_start_a_server(
         questions.append(question)
         return says
 
-    monkeypatch.setattr(servers.typer, "confirm", confirm)
+    monkeypatch.setattr(typer, "confirm", confirm)
     monkeypatch.setattr(sys, "stdin", Terminal())
     console = Console(file=io.StringIO(), force_terminal=True)
     server = ChatServer(LOCAL_SERVER, "m")

@@ -68,9 +68,10 @@ def test_the_banner_says_what_is_served_where_and_what_to_try() -> None:
         "Model: a [model] (llama, 135M parameters, Q4_1), context of 4096 tokens",
         "Engine: llama.cpp on the CPU with 2 threads, up to 16 requests at a time",
         "3 conversations found in the cache folder /var/lib/[kv]",
-        "Serving on http://127.0.0.1:8080/v1 (documentation: http://127.0.0.1:8080/docs). "
-        "Stop with Ctrl-C.",
-        'Try it in another terminal: rekindle chat "Why is the sky blue?"',
+        "Serving on http://127.0.0.1:8080/v1. Stop with Ctrl-C.",
+        "Documentation: http://127.0.0.1:8080/docs",
+        "Try it in another terminal:",
+        '  rekindle chat "Why is the sky blue?"',
     ]
 
 
@@ -93,7 +94,7 @@ def test_the_command_to_try_reaches_this_server(
     settings: dict[str, Any], port: int, flags: str
 ) -> None:
     last = announced(described(), port, config=replace(CONFIG, **settings))[-1]
-    assert last.endswith(f'rekindle chat "Why is the sky blue?"{flags}')
+    assert last == f'  rekindle chat "Why is the sky blue?"{flags}'
 
 
 def test_an_embedding_model_is_not_offered_for_a_chat() -> None:

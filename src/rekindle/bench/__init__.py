@@ -1,7 +1,8 @@
 """Measures any OpenAI-compatible server over HTTP: time to first token and decode speed."""
 
-from rekindle.bench.client import SCENARIO_NAMES, BenchFailed, BenchOptions
-from rekindle.bench.results import Results, plot, print_table, save_json
+from rekindle.bench.charts import plot, require_matplotlib, write_page
+from rekindle.bench.client import SCENARIO_NAMES, BenchFailed, BenchOptions, quick_options
+from rekindle.bench.results import Results, print_table, save_json
 from rekindle.bench.session import run
 
 __all__ = [
@@ -11,6 +12,9 @@ __all__ = [
     "Results",
     "plot",
     "print_table",
+    "quick_options",
+    "require_matplotlib",
     "run",
     "save_json",
+    "write_page",
 ]

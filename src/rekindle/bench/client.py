@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -19,6 +19,9 @@ DEFAULT_SCENARIOS = (
 )  # fmt: skip
 #: "hybrid" needs a hybrid model, and "pictures" a model with a projector.
 SCENARIO_NAMES = (*DEFAULT_SCENARIOS, "hybrid", "pictures")
+
+QUICK_SCENARIOS = ("savings", "document", "decode")
+MIN_TOKENS = 4  # of a shortened text or reply
 
 #: Status codes with which servers answer to paths or fields that they do not have.
 NOT_SUPPORTED = (400, 404, 405, 422, 501)
@@ -56,6 +59,8 @@ class BenchOptions:
     kept: int = 64  # conversations on the server before the measurement
     kept_tokens: int = 40  # per conversation
     kept_again: int = 8  # conversations that are continued
+    budget_s: float | None = None  # shorten texts and replies to take about this long at most
+    scale: float = 1.0  # how much they were shortened
 
     def __post_init__(self) -> None:
         if unknown := [name for name in self.scenarios if name not in SCENARIO_NAMES]:
@@ -72,6 +77,48 @@ class BenchOptions:
         """The base URL with /v1, which the user may leave out."""
         address = self.base_url.rstrip("/")
         return address if address.endswith("/v1") else f"{address}/v1"
+
+
+def quick_options(
+    base_url: str, model: str | None = None, api_key: str | None = None
+) -> BenchOptions:
+    """Measure what the cache saves and how fast replies are, in less than a minute."""
+    return BenchOptions(
+        base_url=base_url,
+        model=model,
+        api_key=api_key,
+        scenarios=QUICK_SCENARIOS,
+        repeats=1,
+        article_tokens=1000,
+        document_tokens=600,
+        questions=4,
+        streams=4,
+        single_stream_tokens=64,
+        stream_tokens=48,
+        budget_s=35.0,
+    )
+
+
+def fitted(
+    options: BenchOptions, prefill_s_per_token: float, decode_s_per_token: float
+) -> BenchOptions:
+    """Shorten texts and replies of the quick scenarios to fit the budget."""
+    if options.budget_s is None:
+        return options
+    # `savings` reads the article six times, and `document` its text once.
+    prefill_tokens = 6 * options.article_tokens + options.document_tokens
+    decode_tokens = (
+        12 * options.turn_reply_tokens
+        + options.questions * options.answer_tokens
+        + options.single_stream_tokens
+        + options.streams * options.stream_tokens
+    )
+    estimate_s = prefill_tokens * prefill_s_per_token + decode_tokens * decode_s_per_token
+    scale = min(1.0, options.budget_s / estimate_s) if estimate_s > 0 else 1.0
+    names = ("article_tokens", "turn_reply_tokens", "document_tokens", "answer_tokens")
+    names += ("single_stream_tokens", "stream_tokens")
+    lengths = {name: max(MIN_TOKENS, round(getattr(options, name) * scale)) for name in names}
+    return replace(options, **lengths, scale=scale) if scale < 1 else options
 
 
 class BenchFailed(RekindleError):

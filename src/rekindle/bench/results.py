@@ -13,7 +13,6 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from rekindle.bench.client import BenchFailed
 from rekindle.bench.rig import Round
 from rekindle.version import __version__
 
@@ -105,6 +104,7 @@ FRESH_NOTE = (
     "context. No server can answer turn 2 faster."
 )
 
+BAR_CELLS = 20  # of the longest bar in the table
 TITLES: dict[Unit, str] = {
     "s": "seconds, shorter is better (logarithmic)",
     "tokens/s": "tokens per second, longer is better",
@@ -117,6 +117,7 @@ class Results:
     model: str
     ignores_eos: bool
     rounds: Mapping[str, Sequence[Round]]  # by scenario, in the order of measurement
+    scale: float = 1.0  # below 1, texts and replies were shortened to save time
 
     def figures(self) -> dict[str, float]:
         """Reduce all rounds to one value per figure, in the order of FIGURES."""
@@ -132,6 +133,7 @@ class Results:
             "server": self.label,
             "model": self.model,
             "ignores_eos": self.ignores_eos,
+            "scale": self.scale,
             "bench_version": __version__,
             "machine": platform.machine(),
             "figures": self.figures(),
@@ -156,93 +158,47 @@ def print_table(results: Results, console: Console) -> None:
     """Print one row per figure, and notes that explain them. A figure that was also measured
     without the cache has both values in its row."""
     figures = results.figures()
-    beside = _shown_beside(figures)
+    beside = shown_in_other_rows(figures)
     table = Table(title=f"{results.label} · {results.model}", title_justify="left")
     table.add_column("figure")
     for column in ("value", "no cache", "speed-up") if beside else ("value",):
         table.add_column(column, justify="right")
+    table.add_column("", no_wrap=True, max_width=BAR_CELLS, style="cyan")
     for name in figures:
         if name not in beside:
-            shown = [name, *(other for other in _beside(name) if other in beside)]
-            cells = (FIGURES[each].show(figures[each]) for each in shown)
-            table.add_row(FIGURES[name].label, *cells)
+            others = [other if other in beside else None for other in uncached_names(name)]
+            shown = [name, *(others if beside else ())]
+            cells = [FIGURES[each].show(figures[each]) if each else "" for each in shown]
+            table.add_row(FIGURES[name].label, *cells, _bar(name, figures))
     console.print(table)
     if "article" in results.rounds:
         console.print(FRESH_NOTE)
+    if results.scale < 1:
+        console.print(
+            f"Texts and replies have {results.scale:.0%} of their usual length, because this "
+            "server is too slow for a quick bench with longer ones."
+        )
     if not results.ignores_eos:
         console.print("The server does not support ignore_eos, so replies may be shorter.")
 
 
-def _beside(name: str) -> tuple[str, str]:
+def _bar(name: str, figures: Mapping[str, float]) -> str:
+    """Draw a time or a speed, relative to the largest that the table shows."""
+    unit = FIGURES[name].unit
+    if unit not in TITLES:
+        return ""
+    largest = max(value for other, value in figures.items() if FIGURES[other].unit == unit)
+    eighths = round(8 * BAR_CELLS * figures[name] / largest) if largest > 0 else 0
+    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+
+
+def uncached_names(name: str) -> tuple[str, str]:
     """Names of the two figures in the same row: without the cache, and the speed-up."""
     stem = name.removesuffix("_s")
     return f"{stem}_uncached_s", f"{stem}_speedup"
 
 
-def _shown_beside(figures: Iterable[str]) -> set[str]:
+def shown_in_other_rows(figures: Iterable[str]) -> set[str]:
     """Names of figures that have no row because they are shown in that of another figure."""
     known = set(figures)
-    return {other for name in known for other in _beside(name)} & known
-
-
-def plot(results: Sequence[Results], path: Path) -> None:
-    """Draw times and speeds of all servers into an image file."""
-    try:
-        from matplotlib.figure import Figure  # optional, and slow to import
-    except ImportError as error:
-        raise BenchFailed("a plot needs matplotlib: pip install matplotlib") from error
-    panels = {unit: names for unit in TITLES if (names := _measured(results, unit))}
-    if not panels:
-        return
-    figure = Figure(figsize=(10, 7), layout="constrained")
-    heights = [len(names) for names in panels.values()]
-    rows = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for axes, (unit, names) in zip(rows, panels.items(), strict=True):
-        axes.set_title(TITLES[unit], loc="left")
-        axes.set_xscale("log" if unit == "s" else "linear")
-        _draw(axes, results, names)
-    rows[0].legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-
-
-def _measured(results: Sequence[Results], unit: Unit) -> list[str]:
-    """The figures with this unit that all servers have and that get their own row."""
-    found = [server.figures() for server in results]
-    names = [n for n in FIGURES if FIGURES[n].unit == unit and all(n in each for each in found)]
-    beside = _shown_beside(names)
-    return [name for name in names if name not in beside]
-
-
-def _draw(axes: Any, results: Sequence[Results], names: Sequence[str]) -> None:
-    height = 0.8 / len(results)
-    for number, server in enumerate(results):
-        places = [row + number * height for row in range(len(names))]
-        figures = server.figures()
-        values = [figures[name] for name in names]
-        bars = axes.barh(places, values, height, label=server.label)
-        shown = [FIGURES[name].show(value) for name, value in zip(names, values, strict=True)]
-        axes.bar_label(bars, shown, padding=3)
-        uncached = [
-            (place, figures[other])
-            for place, name in zip(places, names, strict=True)
-            if (other := _beside(name)[0]) in figures
-        ]
-        _draw_uncached(axes, uncached, height, bars.patches[0].get_facecolor(), server.label)
-    middle = 0.4 - height / 2
-    axes.set_yticks([row + middle for row in range(len(names))], [FIGURES[n].label for n in names])
-    axes.margins(x=0.2)  # space for the number at the longest bar
-    axes.invert_yaxis()
-
-
-def _draw_uncached(
-    axes: Any, places: Sequence[tuple[int | float, float]], height: float, colour: Any, label: str
-) -> None:
-    """Draw the times without the cache as pale bars in the rows of the times with it."""
-    if not places:
-        return
-    rows, values = zip(*places, strict=True)
-    bars = axes.barh(
-        rows, values, height, color=colour, alpha=0.3, zorder=0, label=f"{label}, no cache"
-    )
-    axes.bar_label(bars, [Figure("", "s").show(value) for value in values], padding=3)
+    return {other for name in known for other in uncached_names(name)} & known

@@ -16,6 +16,7 @@ from rekindle.bench.client import (
     Message,
     StreamedReply,
     connect,
+    fitted,
 )
 
 #: The stages of a turn until its first byte, in order.
@@ -64,8 +65,9 @@ async def open_rig(options: BenchOptions) -> AsyncIterator[Rig]:
     """Connect to a server, warm it up and find out how many tokens a word has."""
     async with connect(options) as client:
         ignores_eos = await _accepts_ignore_eos(client)
-        tokens_per_word = await _tokens_per_word(client)
-        yield Rig(client, options, Random(options.seed), tokens_per_word, ignores_eos)
+        speed = await _calibrate(client, ignores_eos, options.seed)
+        options = fitted(options, speed.prefill_s_per_token, speed.decode_s_per_token)
+        yield Rig(client, options, Random(options.seed), speed.tokens_per_word, ignores_eos)
 
 
 async def _accepts_ignore_eos(client: Client) -> bool:
@@ -78,14 +80,27 @@ async def _accepts_ignore_eos(client: Client) -> bool:
     return True
 
 
-async def _tokens_per_word(client: Client) -> float:
-    sample = prose(Random(0), 120)
-    short = await client.chat(user("."), 1)
+@dataclass(frozen=True, slots=True)
+class _Calibration:
+    tokens_per_word: float
+    prefill_s_per_token: float
+    decode_s_per_token: float
+
+
+async def _calibrate(client: Client, ignores_eos: bool, seed: str | None) -> _Calibration:
+    """Find out how the server counts tokens, and roughly how fast it is."""
+    sample = prose(Random(seed), 120)  # without a seed, a text that the server has not cached
+    extra = {"ignore_eos": True} if ignores_eos else {}
+    short = await client.chat(user("."), 8, **extra)
     long = await client.chat(user(sample), 1)
     tokens = long.usage.prompt_tokens - short.usage.prompt_tokens
     if tokens <= 0:
         raise BenchFailed("the server's usage.prompt_tokens does not grow with the prompt")
-    return tokens / len(sample.split())
+    return _Calibration(
+        tokens / len(sample.split()),
+        long.ttft_s / long.usage.prompt_tokens,
+        (short.last_s - short.first_s) / max(short.usage.completion_tokens - 1, 1),
+    )
 
 
 def user(content: str) -> list[Message]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 
 from rich.console import Console
-from rich.progress import Progress
 
 from rekindle.bench.agent_scenarios import measure_pictures, measure_schema, measure_toolloop
 from rekindle.bench.client import BenchOptions
@@ -22,7 +22,7 @@ from rekindle.bench.scenarios import (
     measure_sampled,
     measure_savings,
 )
-from rekindle.models.progress import task_bars
+from rekindle.models.progress import TaskProgress
 
 SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
     "article": measure_article,
@@ -41,22 +41,24 @@ SCENARIOS: dict[str, Callable[[Rig], Awaitable[Round]]] = {
 
 def run(options: BenchOptions, console: Console) -> Results:
     """Measure a server and show the progress. Raises BenchFailed."""
-    with task_bars(console) as progress:
+    with TaskProgress(console) as progress:
         return asyncio.run(_run(options, progress))
 
 
-async def _run(options: BenchOptions, progress: Progress) -> Results:
-    calibration = progress.add_task("calibrating", total=1)
-    async with open_rig(options) as rig:
-        progress.update(calibration, completed=1)
+async def _run(options: BenchOptions, progress: TaskProgress) -> Results:
+    async with AsyncExitStack() as stack:
+        with progress.task("calibrating", 1) as step:
+            rig = await stack.enter_async_context(open_rig(options))
+            step()
         rounds = {name: await _repeat(name, rig, progress) for name in options.scenarios}
-        return Results(options.label or options.base_url, rig.client.model, rig.ignores_eos, rounds)
+        label = options.label or options.base_url
+        return Results(label, rig.client.model, rig.ignores_eos, rounds, rig.options.scale)
 
 
-async def _repeat(name: str, rig: Rig, progress: Progress) -> list[Round]:
-    task = progress.add_task(name, total=rig.options.repeats)
+async def _repeat(name: str, rig: Rig, progress: TaskProgress) -> list[Round]:
     rounds = []
-    for _ in range(rig.options.repeats):
-        rounds.append(await SCENARIOS[name](rig))
-        progress.advance(task)
+    with progress.task(name, rig.options.repeats) as step:
+        for _ in range(rig.options.repeats):
+            rounds.append(await SCENARIOS[name](rig))
+            step()
     return rounds

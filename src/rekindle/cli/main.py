@@ -6,7 +6,6 @@ import json
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -191,17 +190,31 @@ def bench(
     base_url: BaseUrl = LOCAL_SERVER,
     model: Annotated[str | None, typer.Option(help="Name of the model")] = None,
     api_key: ApiKey = None,
-    output: Annotated[Path, typer.Option(help="Folder for the results")] = Path("bench-results"),
-    quick: Annotated[bool, typer.Option("--quick", help="Measure once, without repeats")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for bench.json")] = Path("bench-results"),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only the cache and replies, within a minute")
+    ] = False,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw an image into this file; needs matplotlib")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Draw a page into this file")] = None,
 ) -> None:
     """Measure any OpenAI-compatible server: cold and warm turns, concurrency, decode speed."""
-    from rekindle.bench import BenchOptions, plot, print_table, run, save_json
+    from rekindle import bench as bench_api
 
-    options = BenchOptions(base_url=base_url, model=model, api_key=api_key)
-    results = run(replace(options, repeats=1) if quick else options, console)
-    print_table(results, Console())
-    save_json(results, output / "bench.json")
-    plot([results], output / "bench.png")
+    if png is not None:
+        bench_api.require_matplotlib()
+    options = bench_api.quick_options if quick else bench_api.BenchOptions
+    results = bench_api.run(options(base_url=base_url, model=model, api_key=api_key), console)
+    bench_api.print_table(results, Console())
+    written = output / "bench.json"
+    bench_api.save_json(results, written)
+    if png is not None:
+        bench_api.plot([results], png)
+    if html is not None:
+        bench_api.write_page([results], html)
+    files = ", ".join(str(file) for file in (written, png, html) if file)
+    console.print(f"Written: {files}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -41,9 +41,11 @@ def _lines(
     url, *more = (escape(f"http://{host}:{port}") for port in ports)
     for each in more:
         yield f"Serving Ollama's API on [bold]{each}[/]"
-    yield f"Serving on [bold]{url}/v1[/] (documentation: {url}/docs). Stop with Ctrl-C."
+    yield f"Serving on [bold]{url}/v1[/]. Stop with Ctrl-C."
+    yield f"Documentation: {url}/docs"
     if any(not ready.dimensions for ready in loaded):
-        yield f"Try it in another terminal: [bold]{escape(_first_chat(config, ports[0]))}[/]"
+        yield "Try it in another terminal:"
+        yield f"  [bold]{escape(_first_chat(config, ports[0]))}[/]"
 
 
 def _kind(ready: Ready) -> str:

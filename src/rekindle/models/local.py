@@ -61,8 +61,8 @@ def _in_repo(folder: Path) -> Iterator[PulledModel]:
     repo = f"{folder.parent.name}/{folder.name}"
     name = name_of_repo(repo)
     if is_model_folder(folder):
-        files = tuple(path for path in folder.iterdir() if path.is_file())
-        yield PulledModel(name or repo, folder, files)
+        inside = tuple(path for path in folder.iterdir() if path.is_file())
+        yield PulledModel(name or repo, folder, inside)
         return
     paths = [path for path in folder.rglob("*.gguf") if path.is_file()]
     sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}

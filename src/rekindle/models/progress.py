@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Protocol
 
 from rich.console import Console
@@ -35,12 +36,41 @@ def progress_bar(description: str, console: Console) -> Iterator[OnProgress]:
         yield lambda done, total: bars.update(task_id, completed=done, total=total)
 
 
-def task_bars(console: Console) -> Bars:
-    """Show a bar for each of several counted tasks. They disappear at the end."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
-    return Bars(
-        *columns, MofNCompleteColumn(), TimeElapsedColumn(), console=console, transient=True
-    )
+class TaskProgress:
+    """Shows a bar for each of several counted tasks, or a line per step where there is no terminal.
+    The bars disappear at the end."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+        self._bars = Bars(
+            *columns,
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> TaskProgress:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    @contextmanager
+    def task(self, description: str, total: int) -> Iterator[Callable[[], None]]:
+        """Show one task. The caller calls what it gets after each step."""
+        task_id = self._bars.add_task(description, total=total)
+        done = count(1)
+
+        def step() -> None:
+            self._bars.advance(task_id)
+            if not self._console.is_terminal:
+                self._console.print(f"{description}: {next(done)} of {total}", highlight=False)
+
+        yield step
 
 
 class Progress(Protocol):
