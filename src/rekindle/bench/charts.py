@@ -1,11 +1,15 @@
-"""Draws the results of a bench into an image file, or into a page that needs no other file."""
+"""Draws the results of a bench: in the terminal, as an image, or as a page without other files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+
+from rich.bar import Bar
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from rekindle.bench.client import BenchFailed
 from rekindle.bench.results import (
@@ -21,12 +25,47 @@ from rekindle.bench.results import (
 NO_MATPLOTLIB = (
     "an image needs matplotlib: run `pip install matplotlib`, or use --html, which needs nothing"
 )
+LOGARITHMIC = " (logarithmic)"  # only in the image
+VALUE_CELLS = 16  # of the longest value, and the spaces around it
 STYLE = """
 body { font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; color: #222; }
 table { border-collapse: collapse; width: 100%; margin-bottom: 2rem; }
 td { padding: 2px 8px; } td.value { text-align: right; white-space: nowrap; }
 td.bar { width: 45%; } td.bar div { background: #3a78b5; height: 1em; min-width: 1px; }
 """
+
+
+def print_chart(results: Results, console: Console) -> None:
+    """Draw times and speeds as bars, as wide as the terminal allows."""
+    figures = results.figures()
+    for unit, heading in TITLES.items():
+        names = _measured([results], unit)
+        if not names:
+            continue
+        values = {name: value for name, value in figures.items() if FIGURES[name].unit == unit}
+        largest = max(values.values())
+        chart = Table.grid(padding=(0, 1))
+        chart.add_column(overflow="fold")
+        chart.add_column(no_wrap=True, style="cyan", width=_bar_cells(names, console.width))
+        chart.add_column(no_wrap=True, justify="right")
+        for name in names:
+            chart.add_row(FIGURES[name].label, *_drawn(name, figures[name] / largest, figures))
+            uncached, _ = uncached_names(name)
+            if uncached in values:
+                bar, value = _drawn(uncached, figures[uncached] / largest, figures)
+                chart.add_row("  without the cache", bar, value, style="dim")
+        console.print(f"\n{heading.removesuffix(LOGARITHMIC)}", style="bold")
+        console.print(chart)
+
+
+def _bar_cells(names: Sequence[str], width: int) -> int:
+    """Leave room for the labels and the values, but at least ten cells for the bars."""
+    labels = max(len(FIGURES[name].label) for name in names)
+    return max(width - labels - VALUE_CELLS, 10)
+
+
+def _drawn(name: str, share: float, figures: Mapping[str, float]) -> tuple[RenderableType, str]:
+    return Bar(1.0, 0.0, share), FIGURES[name].show(figures[name])
 
 
 def require_matplotlib() -> None:
@@ -56,7 +95,7 @@ def _panel(results: Sequence[Results], unit: Unit, heading: str) -> Iterator[str
         return
     figures = [each.figures() for each in results]
     largest = max(each[name] for each in figures for name in names)
-    yield f"<h2>{escape(heading.removesuffix(' (logarithmic)'))}</h2><table>"
+    yield f"<h2>{escape(heading.removesuffix(LOGARITHMIC))}</h2><table>"
     for name in names:
         for server, measured in zip(results, figures, strict=True):
             share = 100 * measured[name] / largest if largest > 0 else 0

@@ -95,7 +95,7 @@ def quick_options(
         streams=4,
         single_stream_tokens=64,
         stream_tokens=48,
-        budget_s=35.0,
+        budget_s=30.0,
     )
 
 

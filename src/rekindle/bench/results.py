@@ -104,7 +104,6 @@ FRESH_NOTE = (
     "context. No server can answer turn 2 faster."
 )
 
-BAR_CELLS = 20  # of the longest bar in the table
 TITLES: dict[Unit, str] = {
     "s": "seconds, shorter is better (logarithmic)",
     "tokens/s": "tokens per second, longer is better",
@@ -159,17 +158,17 @@ def print_table(results: Results, console: Console) -> None:
     without the cache has both values in its row."""
     figures = results.figures()
     beside = shown_in_other_rows(figures)
-    table = Table(title=f"{results.label} · {results.model}", title_justify="left")
-    table.add_column("figure")
+    title = f"{results.label} · {results.model}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("figure", justify="left")
     for column in ("value", "no cache", "speed-up") if beside else ("value",):
-        table.add_column(column, justify="right")
-    table.add_column("", no_wrap=True, max_width=BAR_CELLS, style="cyan")
+        table.add_column(column, justify="right", no_wrap=True)
     for name in figures:
         if name not in beside:
             others = [other if other in beside else None for other in uncached_names(name)]
             shown = [name, *(others if beside else ())]
             cells = [FIGURES[each].show(figures[each]) if each else "" for each in shown]
-            table.add_row(FIGURES[name].label, *cells, _bar(name, figures))
+            table.add_row(FIGURES[name].label, *cells)
     console.print(table)
     if "article" in results.rounds:
         console.print(FRESH_NOTE)
@@ -180,16 +179,6 @@ def print_table(results: Results, console: Console) -> None:
         )
     if not results.ignores_eos:
         console.print("The server does not support ignore_eos, so replies may be shorter.")
-
-
-def _bar(name: str, figures: Mapping[str, float]) -> str:
-    """Draw a time or a speed, relative to the largest that the table shows."""
-    unit = FIGURES[name].unit
-    if unit not in TITLES:
-        return ""
-    largest = max(value for other, value in figures.items() if FIGURES[other].unit == unit)
-    eighths = round(8 * BAR_CELLS * figures[name] / largest) if largest > 0 else 0
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def uncached_names(name: str) -> tuple[str, str]:

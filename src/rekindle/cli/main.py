@@ -207,6 +207,7 @@ def bench(
     options = bench_api.quick_options if quick else bench_api.BenchOptions
     results = bench_api.run(options(base_url=base_url, model=model, api_key=api_key), console)
     bench_api.print_table(results, Console())
+    bench_api.print_chart(results, Console())
     written = output / "bench.json"
     bench_api.save_json(results, written)
     if png is not None:
