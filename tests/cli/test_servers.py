@@ -18,8 +18,8 @@ from rich.console import Console
 from rekindle.cli import main as cli
 from rekindle.cli import servers
 from rekindle.cli.cache import LOCAL_SERVER
-from rekindle.cli.chat import read_prompt
-from rekindle.cli.servers import ChatServer, NoServer, served_models
+from rekindle.cli.chat import ChatServer, read_prompt
+from rekindle.cli.servers import NoServer, served_models
 from rekindle.config import Config
 from rekindle.errors import RekindleError
 

@@ -115,10 +115,22 @@ def fitted(
     )
     estimate_s = prefill_tokens * prefill_s_per_token + decode_tokens * decode_s_per_token
     scale = min(1.0, options.budget_s / estimate_s) if estimate_s > 0 else 1.0
-    names = ("article_tokens", "turn_reply_tokens", "document_tokens", "answer_tokens")
-    names += ("single_stream_tokens", "stream_tokens")
-    lengths = {name: max(MIN_TOKENS, round(getattr(options, name) * scale)) for name in names}
-    return replace(options, **lengths, scale=scale) if scale < 1 else options
+    if scale == 1:
+        return options
+
+    def shortened(tokens: int) -> int:
+        return max(MIN_TOKENS, round(tokens * scale))
+
+    return replace(
+        options,
+        scale=scale,
+        article_tokens=shortened(options.article_tokens),
+        turn_reply_tokens=shortened(options.turn_reply_tokens),
+        document_tokens=shortened(options.document_tokens),
+        answer_tokens=shortened(options.answer_tokens),
+        single_stream_tokens=shortened(options.single_stream_tokens),
+        stream_tokens=shortened(options.stream_tokens),
+    )
 
 
 class BenchFailed(RekindleError):

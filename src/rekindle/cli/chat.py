@@ -14,16 +14,25 @@ from rich.markup import escape
 from rich.status import Status
 
 from rekindle.cli.cache_client import connect
-from rekindle.cli.servers import ChatServer
 from rekindle.errors import RekindleError
 from rekindle.event_stream import EventReader
 
+DEFAULT_MODEL = "default"  # every server takes it for its first model
 GREETING = "Type a message. /help lists the commands, /exit (or Ctrl-D) ends the chat."
 HELP = """\
 /help           show this list
 /new, /clear    start a new conversation
 /exit, /quit    end the chat (like Ctrl-D); Ctrl-C stops a reply
 //word …        send a message that begins with /word"""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatServer:
+    """A server, and the model of it to chat with."""
+
+    base_url: str
+    model: str = DEFAULT_MODEL
+    api_key: str | None = None
 
 
 class PrefillProgress(NamedTuple):

@@ -128,8 +128,8 @@ def chat(
     temperature: Temperature = 0.7,
 ) -> None:
     """Chat with a running server, or ask it one question. Shows what each turn reused."""
-    from rekindle.cli.chat import Conversation, read_prompt, talk
-    from rekindle.cli.servers import ChatServer, running_server
+    from rekindle.cli.chat import ChatServer, Conversation, read_prompt, talk
+    from rekindle.cli.servers import running_server
 
     text = read_prompt(prompt, sys.stdin)
     with running_server(ChatServer(base_url, model, api_key), console) as server:

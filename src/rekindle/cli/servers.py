@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -13,22 +13,13 @@ import typer
 from rich.console import Console
 
 from rekindle.cli.cache import LOCAL_SERVER
+from rekindle.cli.chat import DEFAULT_MODEL, ChatServer
 from rekindle.cli.interrupts import QuietImports
 from rekindle.config import Config, load_config
 from rekindle.errors import RekindleError
 from rekindle.models.families import find_in_families
 
-DEFAULT = "default"  # every server takes it for its first model
 TIMEOUT = httpx.Timeout(10, connect=2)
-
-
-@dataclass(frozen=True, slots=True)
-class ChatServer:
-    """A server that is running, and the model of it to chat with."""
-
-    base_url: str
-    model: str = DEFAULT
-    api_key: str | None = None
 
 
 class NoServer(RekindleError):
@@ -80,7 +71,9 @@ def running_server(server: ChatServer, console: Console) -> Iterator[ChatServer]
     else:
         yield server
         return
-    with started_server(None if server.model == DEFAULT else server.model, None, console) as own:
+    with started_server(
+        None if server.model == DEFAULT_MODEL else server.model, None, console
+    ) as own:
         yield own
 
 
@@ -112,7 +105,7 @@ def _find_server(base_url: str, model: str | None, api_key: str | None) -> ChatS
     except NoServer:
         return None
     if model is None:
-        return ChatServer(base_url, DEFAULT, api_key)
+        return ChatServer(base_url, DEFAULT_MODEL, api_key)
     wanted = {model, Path(model).stem, _full_name(model)}
     found = [name for name in names if name in wanted or _full_name(name) in wanted]
     return ChatServer(base_url, found[0], api_key) if found else None
