@@ -1,4 +1,4 @@
-"""Defines the command line: serve, pull, chat, bench, key and cache."""
+"""Defines the commands. Each imports what it needs, so that none waits for the others."""
 
 from __future__ import annotations
 
@@ -108,8 +108,9 @@ def run(
     config: ConfigFile = None,
 ) -> None:
     """Chat with a model, pulling and loading it if needed. Uses a running server that serves it."""
-    from rekindle.cli.chat import Conversation, read_prompt, talk
-    from rekindle.cli.servers import server_with
+    with QuietImports():
+        from rekindle.cli.chat import Conversation, read_prompt, talk
+        from rekindle.cli.servers import server_with
 
     text = read_prompt(prompt, sys.stdin)
     with server_with(model, base_url, api_key, config, console) as server:
@@ -128,8 +129,9 @@ def chat(
     temperature: Temperature = 0.7,
 ) -> None:
     """Chat with a running server, or ask it one question. Shows what each turn reused."""
-    from rekindle.cli.chat import ChatServer, Conversation, read_prompt, talk
-    from rekindle.cli.servers import running_server
+    with QuietImports():
+        from rekindle.cli.chat import ChatServer, Conversation, read_prompt, talk
+        from rekindle.cli.servers import running_server
 
     text = read_prompt(prompt, sys.stdin)
     with running_server(ChatServer(base_url, model, api_key), console) as server:
@@ -200,7 +202,8 @@ def bench(
     html: Annotated[Path | None, typer.Option(help="Draw a page into this file")] = None,
 ) -> None:
     """Measure any OpenAI-compatible server: cold and warm turns, concurrency, decode speed."""
-    from rekindle import bench as bench_api
+    with QuietImports():
+        from rekindle import bench as bench_api
 
     if png is not None:
         bench_api.require_matplotlib()
