@@ -47,3 +47,10 @@ def test_a_running_server_answers_instead(smollm2_path: Path, tmp_path: Path) ->
             assert ended.returncode == 0, ended.stderr
             assert "car" in ended.stdout.lower()
             assert ended.stderr == ""
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_server_only(smollm2_path: Path, tmp_path: Path) -> None:
+    """The process of a model would print a traceback while it still imports modules."""
+    with running(smollm2_path, tmp_path) as server:
+        for pid in server.worker_pids():
+            assert os.getsid(pid) == pid
