@@ -82,6 +82,7 @@ def test_show_tells_what_the_files_say(models_dir: Path) -> None:
     path = put(models_dir)
     lines = dict(line.split(maxsplit=1) for line in shown("show", "qwen3:4b").splitlines())
     assert lines["architecture"].strip() == "llama"
+    assert lines["quantisation"].strip() == "Q4_K_M"
     assert lines["parameters"].strip() == f"{32 * 4 + 32 * 64:,}"
     assert lines["projector"].strip() == "mmproj-F16.gguf"
     assert lines["path"].strip() == str(path)

@@ -49,3 +49,11 @@ def test_a_task_is_closed_when_its_work_fails(progress: RecordedProgress) -> Non
     with pytest.raises(OSError, match="broken"), task(progress, 1, "x"):
         raise OSError("broken")
     assert progress.open == 0
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_sentence_is_printed_as_it_is(is_terminal: bool) -> None:
+    output = StringIO()
+    console = Console(file=output, force_terminal=is_terminal, width=200)
+    progress_on(console).say("qwen3:8b is org/[repo], a.gguf: 5.0 GB")
+    assert output.getvalue() == "qwen3:8b is org/[repo], a.gguf: 5.0 GB\n"

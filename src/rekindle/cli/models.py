@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from rekindle.models.gguf import check_gguf, summarise_gguf
 from rekindle.models.gguf_files import best_projector
 from rekindle.models.local import PulledModel
 
+#: The quantisation in the name of a file.
+QUANT = re.compile(r"(?<![a-z0-9])(i?q\d(_[a-z0-9]+)*|b?f16|f32|mxfp4)(?![a-z0-9_])", re.IGNORECASE)
 #: Fields of a GGUF header that `show` prints under another name.
 FIELDS = {"licence": "general.license", "made by": "general.organization"}
 
@@ -102,9 +105,11 @@ def _of_files(model: PulledModel) -> dict[str, str]:
     architecture = str(fields.get("general.architecture", "unknown"))
     context = fields.get(f"{architecture}.context_length")
     projector = best_projector([path.name for path in model.shared])
+    quant = QUANT.search(model.path.name)
     known = {
         "format": "GGUF",
         "architecture": architecture,
+        "quantisation": quant[0].upper() if quant else None,
         "parameters": f"{sum(summary.parameters for summary in summaries):,}",
         "context": f"{context:,} tokens" if isinstance(context, int) else None,
         "projector": projector,

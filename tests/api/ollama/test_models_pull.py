@@ -17,6 +17,7 @@ from tests.api.scripted import Front
 def fetched(name: str, *, models_dir: Path, progress: Progress) -> Path:
     if name == "none":
         raise ModelError("there is no model called none")
+    progress.say(f"{name} has 200 bytes")
     with task(progress, 200, f"pulling {name}") as advance:
         for _ in range(200):
             advance(1)
@@ -41,8 +42,9 @@ def test_a_served_model_is_there_already(front: Front) -> None:
 
 
 def test_another_is_fetched_with_a_line_for_each_percent(front: Front) -> None:
-    first, *progress, note, last = pull(front, model="smollm2")
+    first, what, *progress, note, last = pull(front, model="smollm2")
     assert first == {"status": "pulling manifest"}
+    assert what == {"status": "smollm2 has 200 bytes"}
     assert [each["completed"] for each in progress] == list(range(0, 201, 2))
     assert {each["total"] for each in progress} == {200}
     assert "--model smollm2" in note["status"]
