@@ -14,7 +14,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
-LOCK = ROOT / "requirements.lock"
+RUN_LOCK = ROOT / "requirements.lock"  # what a server needs
+DEV_LOCK = ROOT / "requirements-dev.lock"  # also tests, checks and all extras
+LOCKS = (RUN_LOCK, DEV_LOCK)
+MAX_RUN_PACKAGES = 60
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9][\w.+!-]*")
 
@@ -62,16 +65,20 @@ def entries(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
             yield first, tuple(options)
 
 
-def locked() -> list[Locked]:
-    return [Locked(Requirement(first), options) for first, options in entries(LOCK.read_text())]
+def locked(lock: Path) -> list[Locked]:
+    return [Locked(Requirement(first), options) for first, options in entries(lock.read_text())]
 
 
-def declared() -> list[Requirement]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    every = [*project["dependencies"], *(each for extra in extras for each in extra)]
-    wanted = [Requirement(each) for each in every]
-    return [each for each in wanted if each.name != project["name"]]  # an extra within an extra
+def declared(lock: Path) -> list[Requirement]:
+    """The requirements in pyproject.toml that a lock file pins."""
+    about = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, groups = about["project"], about["dependency-groups"]
+    every = [*project["dependencies"], *groups["build"]]
+    if lock == DEV_LOCK:
+        extras = project["optional-dependencies"].values()
+        every += [each for extra in extras for each in extra]
+        every += [each for each in groups["dev"] if isinstance(each, str)]
+    return [Requirement(each) for each in every]
 
 
 def problem(first: str, options: tuple[str, ...]) -> str | None:
@@ -101,13 +108,14 @@ def licence_problem(found: Distribution) -> str | None:
 
 
 def installed() -> Iterator[tuple[Locked, Distribution]]:
-    for each in locked():
+    for each in locked(DEV_LOCK):
         if each.is_for_here:
             yield each, distribution(each.name)
 
 
-def test_every_locked_package_has_one_version_with_hashes() -> None:
-    found = list(entries(LOCK.read_text()))
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_every_locked_package_has_one_version_with_hashes(lock: Path) -> None:
+    found = list(entries(lock.read_text()))
     assert len(found) > 50
     assert [why for first, options in found if (why := problem(first, options))] == []
 
@@ -132,9 +140,10 @@ def test_each_loose_entry_is_detected(first: str, options: tuple[str, ...]) -> N
     assert entry == (first, options)
 
 
-def test_each_declared_package_is_locked_in_an_allowed_version() -> None:
-    pins = locked()
-    for wanted in declared():
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+def test_each_declared_package_is_locked_in_an_allowed_version(lock: Path) -> None:
+    pins = locked(lock)
+    for wanted in declared(lock):
         found = [each for each in pins if each.name == canonicalize_name(wanted.name)]
         assert found, f"{wanted.name} is not locked: run `make lock`"
         for pin in found:
@@ -142,9 +151,23 @@ def test_each_declared_package_is_locked_in_an_allowed_version() -> None:
             assert wanted.specifier.contains(version.version), f"{wanted} is locked as {pin}"
 
 
+def test_both_locks_pin_the_same_versions() -> None:
+    """So what the tests ran with is what a server gets."""
+    dev = {str(each.requirement): each.options for each in locked(DEV_LOCK)}
+    run = {str(each.requirement): each.options for each in locked(RUN_LOCK)}
+    assert run.items() <= dev.items(), "run `make lock`"
+
+
+def test_a_server_installs_nothing_that_only_tests_or_extras_need() -> None:
+    """`av` alone is a quarter of the size of everything else together."""
+    names = {each.name for each in locked(RUN_LOCK)}
+    assert not names & {"av", "mlx", "transformers", "matplotlib", "pytest", "openai", "uv"}
+    assert len(names) <= MAX_RUN_PACKAGES
+
+
 def test_the_installed_packages_are_the_locked_ones() -> None:
     differing = []
-    for pin in locked():
+    for pin in locked(DEV_LOCK):
         if pin.is_for_here:
             try:
                 version = distribution(pin.name).version
@@ -152,7 +175,7 @@ def test_the_installed_packages_are_the_locked_ones() -> None:
                 version = "missing"
             if not pin.requirement.specifier.contains(version if version != "missing" else "0"):
                 differing.append(f"{pin.requirement}: {version}")
-    assert differing == [], "run `make install`"
+    assert differing == [], "run `make dev`"
 
 
 def test_every_licence_is_allowed() -> None:

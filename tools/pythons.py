@@ -1,7 +1,7 @@
 """Runs the tests of files and memory with every other supported Python that this machine has.
 
 These tests depend on when Python frees memory and closes files, which differs between versions.
-Each Python gets its own environment in `build/pythons`, installed from the lock file.
+Each Python gets its own environment in `build/pythons`, installed from requirements-dev.lock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run_tests(python: str, version: str) -> bool:
     subprocess.run(
         [UV, "venv", "--quiet", "--clear", "--python", python, str(environment)], check=True
     )
-    subprocess.run([*install, "-r", str(ROOT / "requirements.lock")], check=True)
+    subprocess.run([*install, "-r", str(ROOT / "requirements-dev.lock")], check=True)
     tests = [in_it, "-m", "pytest", "-p", "no:cacheprovider", *TESTS]
     environ = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(tests, cwd=ROOT, env=environ, check=False).returncode == 0
