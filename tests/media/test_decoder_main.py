@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +76,23 @@ def test_one_process_decodes_or_rejects_all_damaged_files() -> None:
     decoded, rejected = asyncio.run(work())
     assert decoded
     assert rejected
+
+
+def test_without_its_package_a_video_is_refused_with_the_remedy_and_images_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "av.py").write_text("raise ModuleNotFoundError('No module named av', name='av')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def work() -> None:
+        decoder = Decoder(processes=1)
+        try:
+            video = MediaJob(clip(frames=2), False, Sizing(768), FrameSampling(1.0, 2))
+            with pytest.raises(BadMedia, match=r"no videos.*pip install 'rekindle\[video\]'"):
+                await decoder.decode(video, b"")
+            [frame] = await decoder.decode(MediaJob(saved(corner(), "PNG"), False, Sizing(64)), b"")
+            assert frame.width
+        finally:
+            await decoder.close()
+
+    asyncio.run(work())

@@ -10,65 +10,98 @@ import os
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-import av
 import numpy as np
 from PIL import Image
 
 from rekindle.media.image import FORMATS, DecodeError, decode_base64, decode_image
-from rekindle.media.jobs import LENGTH, FrameSampling, MediaJob, Result, Sizing, framed, read_job
-from rekindle.media.video import decode_video
+from rekindle.media.jobs import (
+    LENGTH,
+    Frame,
+    FrameSampling,
+    MediaJob,
+    Result,
+    Sizing,
+    framed,
+    read_job,
+)
 
 try:
     import resource
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+NO_VIDEO = (
+    "This server reads no videos, because the package av is not installed. Its operator can add it "
+    "with: pip install 'rekindle[video]'"
+)
+
+DecodeVideo = Callable[[bytes, Sizing, FrameSampling], list[Frame]]
+
 
 def main() -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches us too, but the front decides
         signal.signal(stop, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # warnings about odd files help nobody here
-    av.logging.set_level(None)
-    _warm_up()
+    _warm_up_images()
+    decode_video = _video_decoder()
     if resource is not None:
         _confine()
-    serve(sys.stdin.buffer, sys.stdout.buffer)
+    serve(sys.stdin.buffer, sys.stdout.buffer, decode_video)
 
 
-def serve(source: BinaryIO, sink: BinaryIO) -> None:
+def serve(source: BinaryIO, sink: BinaryIO, decode_video: DecodeVideo | None) -> None:
     """Answer jobs until the front closes its end of the pipe."""
     while len(length := source.read(LENGTH.size)) == LENGTH.size:
         body = source.read(LENGTH.unpack(length)[0])
         if resource is not None:
             _limit_cpu()
-        sink.writelines(framed(_result(read_job(body))))
+        sink.writelines(framed(_result(read_job(body), decode_video)))
         sink.flush()
 
 
-def _result(job: MediaJob) -> Result:
+def _result(job: MediaJob, decode_video: DecodeVideo | None) -> Result:
     try:
         data = decode_base64(job.data) if job.is_base64 else job.data
         if job.sampling is None:
             return [decode_image(data, job.sizing)]
+        if decode_video is None:
+            return NO_VIDEO
         return decode_video(data, job.sizing, job.sampling)
     except DecodeError as error:
         return str(error)
 
 
-def _warm_up() -> None:
+def _warm_up_images() -> None:
     """Decode a file of each format, because modules cannot be imported after `_confine`."""
     for format in FORMATS:
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, format)
         decode_image(file.getvalue(), Sizing(8, (4, 4)))
+
+
+def _video_decoder() -> DecodeVideo | None:
+    """Return the decoder of videos, warmed up. None: the extra `video` is not installed."""
+    try:
+        import av
+
+        from rekindle.media.video import decode_video
+    except ModuleNotFoundError as error:
+        if error.name != "av":
+            raise
+        return None
+    av.logging.set_level(None)
     decode_video(_tiny_clip(), Sizing(8), FrameSampling(1.0, 2))
+    return decode_video
 
 
 def _tiny_clip() -> bytes:
+    import av
+
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         stream = container.add_stream("mpeg4", rate=1)
