@@ -1,6 +1,7 @@
 """Compiles the token sampler into the package if there is a C compiler.
 
-Without a compiler the package is pure Python, and a NumPy implementation does the sampling.
+Without a compiler the package is pure Python, and a NumPy implementation does the sampling. The
+variable REKINDLE_PURE_WHEEL asks for a pure wheel.
 `python hatch_build.py` compiles in place. It needs only Python and a compiler.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -34,7 +36,7 @@ class CompiledRowsHook(BuildHookInterface):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if self.target_name != "wheel":
+        if self.target_name != "wheel" or os.environ.get("REKINDLE_PURE_WHEEL"):
             return
         if version == "editable":
             compile_in_place()
@@ -43,9 +45,8 @@ class CompiledRowsHook(BuildHookInterface):
         library = Path(self.folder.name, NAME)
         if compile_rows(library):
             build_data["pure_python"] = False
-            build_data["tag"] = (
-                f"py3-none-{platform_tag()}"  # the library does not depend on the Python version
-            )
+            # The library does not depend on the Python version.
+            build_data["tag"] = f"py3-none-{platform_tag(library)}"
             build_data["force_include"][str(library)] = f"rekindle/engine/sampling/{NAME}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
@@ -53,9 +54,17 @@ class CompiledRowsHook(BuildHookInterface):
             self.folder.cleanup()
 
 
-def platform_tag() -> str:
-    """The wheel's platform. A universal Python still compiles for this CPU only."""
+def platform_tag(library: Path) -> str:
+    """The wheel's platform. A universal Python still compiles for this CPU only.
+
+    On Linux it is the oldest glibc that has all functions of the library, which package indexes
+    want to know. The library uses nothing but glibc.
+    """
     here = sysconfig.get_platform().replace("universal2", platform.machine())
+    versions = re.findall(rb"\0GLIBC_(\d+)\.(\d+)", library.read_bytes())
+    if here.startswith("linux-") and versions:
+        major, minor = max((int(major), int(minor)) for major, minor in versions)
+        here = here.replace("linux", f"manylinux_{major}_{minor}", 1)
     return here.replace("-", "_").replace(".", "_")
 
 

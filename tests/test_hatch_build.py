@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging import tags
 
 ROOT = Path(__file__).parents[1]
 FILES = ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE")
@@ -48,8 +49,9 @@ def test_a_wheel_with_compiled_code_is_for_this_platform(tree: Path) -> None:
     wheel = build(tree, "cc")
     assert names(wheel).count(LIBRARY) == 1
     assert not (tree / "src" / LIBRARY).exists()
-    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-    assert wheel.stem.endswith(f"-py3-none-{platform}")
+    [tag] = tags.parse_tag(wheel.stem.split("-", 2)[2])
+    assert tag in set(tags.sys_tags())
+    assert sys.platform != "linux" or re.match(r"manylinux_2_\d+_", tag.platform)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", BROKEN])
@@ -61,6 +63,13 @@ def test_a_wheel_without_a_compiler_is_for_all_platforms_and_leaves_the_tree_unc
     assert LIBRARY not in names(wheel)
     assert wheel.stem.endswith("-py3-none-any")
     assert (tree / "src" / LIBRARY).read_bytes() == b"of an editable install"
+
+
+def test_a_pure_wheel_can_be_asked_for(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REKINDLE_PURE_WHEEL", "1")
+    wheel = build(tree, "cc")
+    assert LIBRARY not in names(wheel)
+    assert wheel.stem.endswith("-py3-none-any")
 
 
 def test_compiling_in_place_without_a_compiler_fails_and_keeps_the_old_library(tree: Path) -> None:

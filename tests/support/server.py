@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,12 +61,15 @@ def _engine_of(model: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(
-    model: Path, folder: Path, *flags: str, environment: Mapping[str, str] | None = None
+    model: Path | str,
+    folder: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, "-m", "rekindle.cli.main", "serve"),
 ) -> Iterator[Server]:
     """Run `rekindle serve` until the block ends. It is ready to answer."""
     port = free_port()
     log = folder / "server.log"
-    command = [sys.executable, "-m", "rekindle.cli.main", "serve"]
     if "--cache-dir" not in flags:
         flags = (*flags, "--cache-dir", str(folder / "kv"))
     with log.open("wb") as output:
@@ -74,7 +77,7 @@ def running(
             [*command, "--model", str(model), "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**ONE_THREAD, **os.environ, **_engine_of(model), **(environment or {})},
+            env={**ONE_THREAD, **os.environ, **_engine_of(Path(model)), **(environment or {})},
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:
