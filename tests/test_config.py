@@ -35,6 +35,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "no_auth": ("true", True),
     "exact": ("1", True),
     "engine": ("mlx", "mlx"),
+    "llama_lib": ("/build/libmtmd.so", Path("/build/libmtmd.so")),
     "parallel": ("4", 4),
     "queue": ("8", 8),
     "step_timeout": ("20", 20.0),
@@ -336,7 +337,7 @@ def test_an_unknown_setting_suggests_the_right_one(sources: dict[str, Any], said
 
 
 def test_variables_of_other_modules_are_accepted() -> None:
-    assert load(environment={"REKINDLE_LLAMA_LIB": "/somewhere", "PATH": "/bin"}) == load()
+    assert load(environment={"REKINDLE_ENGINE_MODULE": "mine", "PATH": "/bin"}) == load()
 
 
 def test_the_cache_folder_is_a_normal_setting() -> None:

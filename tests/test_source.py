@@ -278,7 +278,7 @@ def test_a_dialect_imports_no_other_dialect() -> None:
 
 
 def test_no_engine_is_named_outside_the_engines() -> None:
-    """The registry has two lines that do: one for text generation and one for embeddings."""
+    """The registry has three lines that do: for text generation, embeddings and the library."""
     named = [
         f"{path.relative_to(SOURCE)}: {line.strip()}"
         for path in FILES
@@ -287,7 +287,7 @@ def test_no_engine_is_named_outside_the_engines() -> None:
         if re.search(r"llama_?cpp", line, re.IGNORECASE)
     ]
     assert [line for line in named if not line.startswith("engine/registry.py: ")] == []
-    assert len(named) <= 2
+    assert len(named) <= 3
 
 
 def tiers_named(path: Path) -> set[str]:

@@ -88,6 +88,16 @@ def test_a_projector_needs_exactly_one_model(model: Path) -> None:
         launch.check_settings(config)
 
 
+def test_a_missing_library_is_rejected_with_the_remedy(tmp_path: Path) -> None:
+    library = tmp_path / "libmtmd.so"
+    with pytest.raises(
+        ConfigError, match=r"there is no file .*libmtmd\.so: run `rekindle build-gpu`"
+    ):
+        launch.check_settings(Config(llama_lib=library))
+    library.touch()
+    launch.check_settings(Config(llama_lib=library))
+
+
 def test_a_missing_media_folder_is_rejected(tmp_path: Path) -> None:
     launch.check_settings(Config(media_folder=(tmp_path,)))
     with pytest.raises(ConfigError, match="--media-folder`: there is no folder"):

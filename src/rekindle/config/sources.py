@@ -22,7 +22,7 @@ from rekindle.protocol.settings import GB
 FILE_NAME = "rekindle.yaml"
 ENV_PREFIX = "REKINDLE_"
 # Variables with this prefix that other modules read.
-OTHER_VARIABLES = {"llama_lib", "config", "engine_module"}
+OTHER_VARIABLES = {"config", "engine_module"}
 DISK_VARIABLE = "MAX_KV_SIZE_GB"
 
 _config = TypeAdapter(Config)
@@ -78,6 +78,15 @@ def load_config(
     return dataclasses.replace(
         config, media_folder=folders, given=given, settings_file=file, **paths
     )
+
+
+def default_files(environment: Mapping[str, str] | None = None) -> list[Path]:
+    """The files that are looked for, in order: in the current folder, then in the user's folder for
+    settings. Only the first that exists is read."""
+    environment = os.environ if environment is None else environment
+    base = Path(environment.get("XDG_CONFIG_HOME", ""))  # relative ones are invalid there
+    folder = base if base.is_absolute() else Path("~/.config").expanduser()
+    return [Path(FILE_NAME).absolute(), folder / "rekindle" / FILE_NAME]
 
 
 def default_files(environment: Mapping[str, str] | None = None) -> list[Path]:

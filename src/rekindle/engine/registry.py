@@ -17,6 +17,7 @@ from typing import Any
 from rekindle.engine.base import Embedder, Engine, EngineOptions, OnProgress
 from rekindle.errors import ConfigError, ModelError
 from rekindle.models.folder import is_model_folder
+from rekindle.protocol.frames import LibraryInfo
 from rekindle.protocol.requests import ENGINE_MODULE
 
 
@@ -31,6 +32,7 @@ class EngineKind:
     embedder_factory: str | None = None  # the same for an Embedder; None: unsupported
     extra: str | None = None  # extra of our package that installs the imports of the module
     takes_adapters: bool = False
+    library_info: str | None = None  # "module:name" of a callable() -> LibraryInfo
 
     def load(self, options: EngineOptions, on_progress: OnProgress) -> Engine:
         if options.adapter and not self.takes_adapters:
@@ -79,6 +81,7 @@ ENGINES = (
         _is_gguf,
         "rekindle.engine.llamacpp.engine:LlamaCppEngine",
         "rekindle.engine.llamacpp.embedder:LlamaCppEmbedder",
+        library_info="rekindle.engine.llamacpp.capabilities:library_info",
     ),
     EngineKind(
         "mlx",
@@ -118,6 +121,12 @@ def load_engine(
 def load_embedder(options: EngineOptions, on_progress: OnProgress = lambda _done: None) -> Embedder:
     """Load a model for embeddings or reranking; raises ModelError."""
     return kind_of(options.path, None).load_embedder(options, on_progress)
+
+
+def library_infos() -> list[LibraryInfo]:
+    """Load the library of each engine that has one, and return what it can do."""
+    named = [kind.library_info for kind in known_engines() if kind.library_info]
+    return [resolve_name(name)() for name in named]
 
 
 def kind_of(path: Path, name: str | None) -> EngineKind:

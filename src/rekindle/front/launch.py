@@ -12,6 +12,7 @@ from pathlib import Path
 import uvicorn
 from msgspec import structs
 from rich.console import Console
+from rich.markup import escape
 
 from rekindle.api.base.models import (
     ServedModels,
@@ -24,6 +25,7 @@ from rekindle.config import Config
 from rekindle.errors import ConfigError, ModelError
 from rekindle.front.announcement import announce
 from rekindle.front.app import api_keys, build_app
+from rekindle.front.gpus import unused_gpus
 from rekindle.front.warmup import warm
 from rekindle.http.auth import LOOPBACK, Keys
 from rekindle.http.body import LIMITS
@@ -72,6 +74,11 @@ def check_settings(config: Config) -> None:
         )
     if config.adapter is not None and len(config.model) != 1:
         raise ConfigError("`--adapter` is for one model: give exactly one --model")
+    if config.llama_lib is not None and not config.llama_lib.is_file():
+        raise ConfigError(
+            f"`llama_lib`: there is no file {config.llama_lib}: run `rekindle build-gpu` again, or "
+            "remove the setting to use the installed library"
+        )
     for flag, folders in (("adapter", [config.adapter]), ("media-folder", config.media_folder)):
         for folder in folders:
             if folder is not None and not folder.is_dir():
@@ -179,6 +186,10 @@ async def _serve(
         server = build_server(config, models, keys)
         for listener in listeners:
             listener.listen(server.config.backlog)
+        if hint := unused_gpus(
+            (each.loaded for each in models.all), own_library=config.llama_lib is not None
+        ):
+            console.print(f"[yellow]{escape(hint)}[/]", highlight=False, soft_wrap=True)
         announce(config, models.all, [each.getsockname()[1] for each in listeners], console)
         await server.serve(sockets=listeners)
 

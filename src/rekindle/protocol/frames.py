@@ -38,6 +38,16 @@ class DeviceInfo(Struct):
     memory_bytes: int
 
 
+class LibraryInfo(Struct):
+    """What the native library of an engine can do on this machine."""
+
+    engine: str
+    source: str  # the requirement of the package that has its sources
+    digest: str  # of its files
+    features: str  # instruction sets and backends, in the words of the library
+    gpus: tuple[DeviceInfo, ...]
+
+
 class Capacity(Struct):
     """How much KV state fits into one place: the KV pool, parked memory or a tier."""
 

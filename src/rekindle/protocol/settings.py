@@ -52,6 +52,7 @@ DEFAULT_NORMALISERS: tuple[Normaliser, ...] = (
     "tools",
 )
 
+LIBRARY_VARIABLE = "REKINDLE_LLAMA_LIB"  # `llama_lib` in the environment of a runtime
 AUTO = "auto"  # the model's chat template decides the format
 COUNT_LIMIT = 10_000_000  # no setting counts this far, so a larger number is a typing mistake
 THREADS_LIMIT = 16  # more threads do not make the engine faster
@@ -160,6 +161,14 @@ class RuntimeSettings:
 
     engine: Annotated[
         Name | None, _engine("Engine: llama.cpp or mlx", "chosen by the model's format")
+    ] = None
+    llama_lib: Annotated[
+        Path | None,
+        _engine(
+            "Shared library of another build of llama.cpp, which `rekindle build-gpu` sets",
+            "the one that is installed",
+            flag=False,
+        ),
     ] = None
     parallel: Annotated[Parallel, _engine("Maximum number of turns in one batch")] = 16
     max_model_len: Annotated[

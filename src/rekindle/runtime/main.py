@@ -17,6 +17,7 @@ from typing import NoReturn
 from rekindle.errors import RekindleError
 from rekindle.protocol.frames import LoadFailed, frame, receive
 from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.settings import LIBRARY_VARIABLE
 from rekindle.runtime.embedding.process import EmbeddingProcess
 from rekindle.runtime.loading import engine_options
 from rekindle.runtime.process import RuntimeProcess
@@ -38,6 +39,8 @@ def main() -> None:
     received = receive(sock)
     load = next(received).message
     assert isinstance(load, LoadModel)
+    if load.settings.llama_lib:
+        os.environ[LIBRARY_VARIABLE] = str(load.settings.llama_lib)
     try:
         process = _load(load, sock)
     except RekindleError as error:

@@ -35,7 +35,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rekindle.errors import LibraryMismatch
+from rekindle.protocol.settings import LIBRARY_VARIABLE
 
+SOURCES = "xllamacpp==2026.10.11549"  # the package with the library and its sources
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 
 FLASH_ATTENTION_ENABLED = 1
@@ -205,7 +207,7 @@ _KNOWN_MODEL = {
 
 def library_path() -> Path:
     """Return the library to load: `REKINDLE_LLAMA_LIB`, or the one inside the xllamacpp package."""
-    if chosen := os.environ.get("REKINDLE_LLAMA_LIB"):
+    if chosen := os.environ.get(LIBRARY_VARIABLE):
         return Path(chosen)
     spec = importlib.util.find_spec("xllamacpp")  # located without importing it
     if spec is None or spec.origin is None:
@@ -227,14 +229,26 @@ def load_library() -> Any:
         # A CUDA build has copies of libstdc++ symbols. Those of the system must come first.
         ctypes.CDLL("libstdc++.so.6", ctypes.RTLD_GLOBAL)
     try:
+        library = _checked(path)
+    except LibraryMismatch as error:
+        if LIBRARY_VARIABLE not in os.environ:
+            raise
+        remedy = f"run `rekindle build-gpu` again, or unset llama_lib and {LIBRARY_VARIABLE}"
+        raise LibraryMismatch(f"{error}. It is {path}: {remedy}") from None
+    _silence(library)
+    library.llama_backend_init()
+    return library
+
+
+def _checked(path: Path) -> Any:
+    """Load the library if it is of the version that this module is for."""
+    try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryMismatch(f"cannot load the llama.cpp library: {error}") from None
     declare(library, _SIGNATURES)
     check_layout("context", library.llama_context_default_params(), _KNOWN_CONTEXT)
     check_layout("model", library.llama_model_default_params(), _KNOWN_MODEL)
-    _silence(library)
-    library.llama_backend_init()
     return library
 
 

@@ -21,6 +21,7 @@ from rekindle.engine.llamacpp.sizes import Sizes, find_gpus
 from rekindle.engine.llamacpp.state import BITS, GROUPS
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.models.gguf_files import split_names
+from rekindle.protocol.frames import DeviceInfo, LibraryInfo
 from rekindle.protocol.requests import IMAGE, TEXT
 
 STATE_FORMAT = "llama.cpp state, unified, flash attention, 2"
@@ -72,6 +73,17 @@ def library_files(path: Path) -> list[Path]:
     is_part = re.compile(r"(llama|ggml).*(\.so|\.dylib$)").search
     siblings = {each.resolve() for each in library.parent.iterdir() if is_part(each.name)}
     return sorted(siblings | {library})
+
+
+def library_info() -> LibraryInfo:
+    library = bindings.load_library()
+    return LibraryInfo(
+        engine="llama.cpp",
+        source=bindings.SOURCES,
+        digest=_library_digest(bindings.library_path()).hex()[:16],
+        features=library.llama_print_system_info().decode(errors="replace").strip(),
+        gpus=tuple(DeviceInfo(gpu.name, gpu.total_bytes) for gpu in find_gpus(library)),
+    )
 
 
 @cache  # a loaded library does not change
