@@ -129,4 +129,4 @@ def test_sources_that_cannot_be_patched_are_not_built(sources: Path, tmp_path: P
     written.with_name("common.cuh").write_text("another version")
     done = configure_cuda(sources, tmp_path)
     assert done.returncode != 0
-    assert "could not be mended" in done.stderr
+    assert "could not be patched" in done.stderr

@@ -4,10 +4,11 @@ set -euo pipefail
 
 usage() {
   cat <<'TEXT'
-usage: tools/build-llama.sh [--cuda | --vulkan | --metal | --cpu] [options]
+usage: build-llama.sh [--cuda | --vulkan | --metal | --cpu] [options]
 
 Builds llama.cpp's shared libraries from the source archive of the pinned xllamacpp package, and
 prints the REKINDLE_LLAMA_LIB line to put into the environment of `rekindle serve`.
+`rekindle build-gpu` runs this script, checks the machine before and remembers the library.
 
   --cuda            for NVIDIA GPUs (the default on Linux); needs CUDA's nvcc
   --vulkan          for GPUs with a Vulkan driver; needs its headers and glslc
@@ -33,7 +34,7 @@ need() {
   command -v "$1" >/dev/null || fail "needs $1: $2"
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd) # in a clone
 device=cuda
 [ "$(uname)" = Darwin ] && device=metal
 arch=native server= source= out=$root/build/llama pack= configure_only=
@@ -59,6 +60,7 @@ trap 'rm -rf "$work"' EXIT
 
 download() {
   local version
+  [ -e "$root/pyproject.toml" ] || fail "give the sources as --source, or run \`rekindle build-gpu\`"
   version=$(sed -n 's/.*"xllamacpp==\([^"]*\)".*/\1/p' "$root/pyproject.toml")
   [ -n "$version" ] || fail "pyproject.toml pins no xllamacpp"
   local python=$root/.venv/bin/python
@@ -104,7 +106,7 @@ write_pack() {
 # ends the process with "an illegal instruction was encountered" (seen on an H200 with CUDA 13.0). A new
 # one is made instead. That takes as long as it saves in some twenty steps, so a graph is made of
 # steps that have been alike sixteen times, not twice.
-mend_cuda_graphs() {
+patch_cuda_graphs() {
   local file=$1/ggml/src/ggml-cuda/ggml-cuda.cu fields=$1/ggml/src/ggml-cuda/common.cuh
   local drop='if (cuda_graph_update_required \&\& graph->instance) {'
   drop+=' CUDA_CHECK(cudaGraphExecDestroy(graph->instance)); graph->instance = nullptr; }'
@@ -117,7 +119,7 @@ mend_cuda_graphs() {
   sed -i.orig -e 's|bool warmup_complete = false;|& int calls_alike = 0;|' "$fields"
   { [ "$(diff "$file.orig" "$file" | grep -c '^>')" = 4 ] &&
     [ "$(diff "$fields.orig" "$fields" | grep -c '^>')" = 1 ]; } ||
-    fail "$file is not of the pinned version: CUDA graphs could not be mended"
+    fail "$file is not of the pinned version: CUDA graphs could not be patched"
   rm "$file.orig" "$fields.orig"
 }
 
@@ -151,12 +153,12 @@ fi
 need cmake "pip install cmake, or take the system's"
 mkdir -p "$out"
 if [ "$sources" = "$work/source" ] || [[ $sources == "$work"/* ]]; then
-  rm -rf "$out/source"  # kept beside the build, which refers to it
+  rm -rf "$out/source" # kept next to the build, which refers to it
   mv "$sources" "$out/source"
   sources=$out/source
-  [ $device != cuda ] || mend_cuda_graphs "$sources"
+  [ $device != cuda ] || patch_cuda_graphs "$sources"
 elif [ $device = cuda ]; then
-  echo "build-llama: $sources is built as it is: docs/gpu.md says what is mended in an archive" >&2
+  echo "build-llama: $sources is built as it is: docs/gpu.md says what is patched in an archive" >&2
 fi
 configure "$sources"
 [ -z "$configure_only" ] || exit 0

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -35,6 +35,7 @@ console = Console(stderr=True)
 
 INTERRUPTED = 128 + 2  # exit status after Ctrl-C, as shells report it
 
+BuildKind = Literal["cuda", "vulkan", "metal", "cpu"]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="Settings file", show_default=SETTINGS_PLACES),
@@ -221,6 +222,35 @@ def bench(
         bench_api.write_page([results], html)
     files = ", ".join(str(file) for file in (written, png, html) if file)
     console.print(f"Written: {files}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("build-gpu")
+def build_gpu(
+    kind: Annotated[
+        BuildKind | None,
+        typer.Argument(help="cuda, vulkan, metal or cpu", show_default="what this machine has"),
+    ] = None,
+    arch: Annotated[
+        str, typer.Option(help="CUDA architectures, such as 90 or '86;89'", show_default="this GPU")
+    ] = "native",
+    source: Annotated[
+        Path | None, typer.Option(help="Archive or folder of the sources", show_default="download")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the build", show_default="~/.local/share/rekindle"),
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Compilers at a time", show_default="by memory")
+    ] = None,
+) -> None:
+    """Build llama.cpp for the GPU of this machine, and let `rekindle serve` use it."""
+    from rekindle.cli import build_gpu as build
+
+    chosen = kind or build.default_kind()
+    folder = out or build.default_folder(chosen)
+    options = build.BuildOptions(kind=chosen, arch=arch, source=source, out=folder, jobs=jobs)
+    typer.echo(build.build_gpu(options, console))
 
 
 @app.command()
