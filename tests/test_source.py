@@ -74,7 +74,7 @@ MAX_FUNCTION_LINES = 45
 
 #: Measures of the import graph. A new capability may raise a number, with its reason next to it.
 MAX_MODULES = 260
-MAX_IMPORT_DEPTH = 19  # modules on the longest chain; `rekindle run` starts the Python API's server
+MAX_IMPORT_DEPTH = 19  # modules on the longest chain; `run` and `selftest` use the Python API
 MAX_SMALL_MODULES = 8  # below SMALL_MODULE_LINES and imported by a single other module
 SMALL_MODULE_LINES = 60  # not counting blank ones
 MAX_SHARED_CLASS_NAMES = 1  # `Engine` is the Python API and the engine interface

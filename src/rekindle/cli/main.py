@@ -20,7 +20,7 @@ from rekindle.cli.flags import takes_settings
 from rekindle.cli.interrupts import QuietImports
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
-from rekindle.models.catalogue import DEFAULT_EMBEDDING_MODEL
+from rekindle.models.catalogue import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL
 from rekindle.version import __version__
 
 app = typer.Typer(
@@ -251,6 +251,21 @@ def build_gpu(
     folder = out or build.default_folder(chosen)
     options = build.BuildOptions(kind=chosen, arch=arch, source=source, out=folder, jobs=jobs)
     typer.echo(build.build_gpu(options, console))
+
+
+@app.command()
+def selftest(
+    model: Annotated[str, typer.Argument(help="Model to check with")] = DEFAULT_MODEL,
+    output: Annotated[Path, typer.Option(help="File for the report")] = Path(
+        "rekindle-selftest.json"
+    ),
+    config: ConfigFile = None,
+) -> None:
+    """Check the results and the speed on this machine, and write a report for an issue."""
+    from rekindle.cli.selftest import selftest as run_checks
+
+    if not run_checks(load_config({}, file=config), model, output, console):
+        raise typer.Exit(1)
 
 
 @app.command()

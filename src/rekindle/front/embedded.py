@@ -181,6 +181,10 @@ class EmbeddedServer:
             self._stop_loop()
             raise
 
+    @property
+    def models(self) -> ServedModels:
+        return self._models
+
     def _run_loop(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._stopping.wait())
