@@ -30,7 +30,10 @@ add_custom_target(mtmd ALL COMMAND ${{CMAKE_COMMAND}} -E copy {library} bin/libm
 FAILS = """
 cmake_minimum_required(VERSION 3.14)
 project(imitation CXX)
-message(FATAL_ERROR "the sources are broken")
+message(SEND_ERROR "the sources are broken")
+foreach(number RANGE 50)
+  message(STATUS "line after the error")
+endforeach()
 """
 
 needs_tools = pytest.mark.skipif(
@@ -94,7 +97,7 @@ def test_a_library_without_a_gpu_is_not_remembered(home: Path, console: Console)
 
 
 @needs_tools
-def test_a_failed_build_shows_its_end_and_names_its_log(home: Path, console: Console) -> None:
+def test_a_failed_build_shows_its_error_and_names_its_log(home: Path, console: Console) -> None:
     given = options(home, FAILS)
     with pytest.raises(BuildFailed, match=r"could not be compiled.*build\.log") as raised:
         build_gpu.build_gpu(given, console)

@@ -38,7 +38,7 @@ BUILD_BYTES = 4 * GB
 CUDA_FOLDERS = ("/usr/local/cuda/bin", "/opt/cuda/bin")
 VULKAN_HEADER = "vulkan/vulkan.h"
 STEP = re.compile(r"\[\s*(\d+)(?:/(\d+)|%)\]")  # of ninja, or of make
-LAST_LINES = 15
+SHOWN_LINES = 15
 
 
 class BuildFailed(RekindleError):
@@ -232,11 +232,16 @@ def _compile(options: BuildOptions, source: Path, console: Console) -> Path:
     prefix = f"{LIBRARY_VARIABLE}="
     library = next((line.removeprefix(prefix) for line in lines if line.startswith(prefix)), None)
     if library is None:
-        last = "\n".join(lines[-LAST_LINES:])
-        raise BuildFailed(
-            f"llama.cpp could not be compiled. {log} has everything. It ends:\n{last}"
-        )
+        told = "\n".join(_first_error(lines))
+        raise BuildFailed(f"llama.cpp could not be compiled. The log is {log}. It says:\n{told}")
     return Path(library)
+
+
+def _first_error(lines: list[str]) -> list[str]:
+    """Return the lines from the first error on, or the last lines. Later errors often follow."""
+    is_error = re.compile(r"\berror\b|build-llama:", re.IGNORECASE).search
+    start = next((n for n, line in enumerate(lines) if is_error(line)), -SHOWN_LINES)
+    return lines[start:][:SHOWN_LINES]
 
 
 def _printing(on_progress: OnProgress, console: Console) -> OnProgress:
