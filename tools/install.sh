@@ -42,8 +42,9 @@ can_build() {
 
 # Sets `python` to an interpreter that can build the environment.
 find_python() {
-  local candidate version unable=
-  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+  local candidate version unable= candidates=(python3 python3.13 python3.12 python3.11)
+  [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+  for candidate in "${candidates[@]}"; do
     is_supported "$candidate" || continue
     if can_build "$candidate"; then
       python=$candidate

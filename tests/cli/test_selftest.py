@@ -17,6 +17,7 @@ from rekindle.cli import selftest
 from rekindle.cli.main import app
 from rekindle.cli.selftest import ChatClient, CheckFailed, Report, SelfTest
 from rekindle.config import Config
+from rekindle.errors import ConfigError
 from tests.support.tiny import write_llama
 
 KEY = "a-secret-key"
@@ -68,6 +69,11 @@ def test_the_command_exits_with_an_error_when_a_check_fails(
     done = CliRunner().invoke(app, ["selftest", "./broken.gguf", "--output", "report.json"])
     assert done.exit_code == 1
     assert not json.loads(Path("report.json").read_text())["checks"][-1]["ok"]
+
+
+def test_a_report_that_cannot_be_written_is_an_error_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give another --output"):
+        selftest.selftest(Config(), "smollm2", tmp_path / "none" / "report.json", Console())
 
 
 def answer(text: str, *, reused: int = 100, reason: str = "full_match") -> Json:

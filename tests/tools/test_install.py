@@ -223,6 +223,23 @@ def test_pip_takes_over_where_uv_fails(machine: Machine) -> None:
     assert machine.marks == {".installed-run"}
 
 
+@pytest.mark.parametrize(
+    ("goal", "level"), [("serve", "run"), ("dist", "run"), ("test", "dev"), ("check", "dev")]
+)
+def test_a_goal_installs_no_more_than_it_needs(machine: Machine, goal: str, level: str) -> None:
+    for name in ("Makefile", "pyproject.toml", "hatch_build.py"):
+        shutil.copy(ROOT / name, machine.clone)
+    planned = subprocess.run(
+        ["make", "--dry-run", goal], cwd=machine.clone, capture_output=True, text=True, check=True
+    ).stdout
+    assert f"tools/install.sh {level}\n" in planned
+
+
+def test_an_interpreter_whose_path_has_a_space_can_be_named(machine: Machine) -> None:
+    named = machine.add_python("my python", "3.12.1")
+    assert machine.install(python=str(named)).returncode == 0
+
+
 def test_an_unknown_level_is_refused(machine: Machine) -> None:
     done = machine.install("everything")
     assert done.returncode == 1

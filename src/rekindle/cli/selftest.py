@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +26,7 @@ from rich.markup import escape
 
 from rekindle.cli.build_gpu import probe
 from rekindle.config import Config
-from rekindle.errors import RekindleError
+from rekindle.errors import ConfigError, RekindleError
 from rekindle.event_stream import EventReader
 from rekindle.front.embedded import EmbeddedServer
 from rekindle.models.catalogue import CATALOGUE
@@ -87,6 +87,7 @@ def selftest(config: Config, name: str, output: Path, console: Console) -> bool:
     """Check the model `name` on this machine and write the report. Returns whether all is well."""
     known = name if name in CATALOGUE else "not in the catalogue"
     report = Report(machine=_machine(), model={"name": known})
+    _require_writable(output)
     with TemporaryDirectory(prefix="rekindle-selftest-") as folder:
         SelfTest(isolated(config, name, Path(folder)), report, console).run()
     output.write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2) + b"\n")
@@ -96,6 +97,15 @@ def selftest(config: Config, name: str, output: Path, console: Console) -> bool:
     where = f"{verdict} The report is in {escape(str(output))}."
     console.print(where, highlight=False, soft_wrap=True)
     return report.ok
+
+
+def _require_writable(output: Path) -> None:
+    try:
+        output.touch()
+    except OSError as error:
+        raise ConfigError(
+            f"the report cannot be written to {output} ({error.strerror}): give another --output"
+        ) from None
 
 
 def isolated(config: Config, name: str, folder: Path) -> Config:
@@ -141,9 +151,11 @@ class SelfTest:
                 self._passes("restart", lambda: self._restart(client))
 
     def _passes(self, name: str, check: Callable[[], str]) -> bool:
+        # Loading a model shows its own progress.
+        shown = nullcontext() if name == "model" else self._console.status(f"Checking: {name}")
         started_s = time.monotonic()
         try:
-            with self._console.status(f"Checking: {name}"):
+            with shown:
                 detail, ok = check(), True
         except (RekindleError, httpx.HTTPError) as error:
             detail, ok = str(error), False
