@@ -264,7 +264,7 @@ def _run_logged(command: list[str], log: Path, on_progress: OnProgress) -> list[
     environment = os.environ | {"PATH": _search_path(*CUDA_FOLDERS)}
     lines = []
     with (
-        log.open("w") as written,
+        log.open("w", buffering=1) as written,
         subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
