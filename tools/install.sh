@@ -103,7 +103,9 @@ show_progress() {
         name=${line#Requirement already satisfied:}
         name=${name#* } # a name with its version, or the path of a file
         name=${name%%[ :]*}
-        text="package $count of $1: ${name##*/}"
+        name=${name##*/}
+        name=${name%%==*}
+        text="package $count of $1: ${name%%-[0-9]*}"
         ;;
       Installing*) count=$1 text="unpacking $1 packages" ;;
       *) continue ;;
