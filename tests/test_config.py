@@ -73,6 +73,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "top_p": ("1", 1.0),
     "repetition_penalty": ("1.1", 1.1),
     "repetition_context_size": ("64", 64),
+    "seed": ("7", 7),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rekindle.api.base.messages import NEEDED
+from rekindle.api.llama_server.errors import speaks_llama_server
 from tests.api.scripted import Front
 
 
@@ -42,6 +43,8 @@ def test_each_role_of_a_message_has_its_required_fields(document: dict[str, Any]
 def shape_of(path: str) -> str:
     """Return the name of the error type of a path's dialect."""
     dialects = {"/v1/messages": "AnthropicErrorBody", "/api/": "OllamaErrorBody"}
+    if speaks_llama_server(path):
+        return "LlamaErrorBody"
     shapes = (shape for start, shape in dialects.items() if path.startswith(start))
     return next(shapes, "ErrorBody")
 

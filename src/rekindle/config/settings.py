@@ -43,6 +43,7 @@ def _check_host(host: str) -> str:
 Port = Annotated[int, Interval(ge=0, le=65535)]
 OptionalPort = Annotated[int | None, Interval(ge=0, le=65535)]
 OptionalTokens = Annotated[int | None, Interval(ge=1, le=COUNT_LIMIT)]
+OptionalSeed = Annotated[int | None, Interval(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Gt(0)]
 Temperature = Annotated[float, Interval(ge=0, le=100)]
 Probability = Annotated[float, Interval(gt=0, le=1)]
@@ -137,6 +138,7 @@ class Config(RuntimeSettings):
     top_p: Annotated[Probability, _request_default] = 0.9
     repetition_penalty: Annotated[Penalty, _request_default] = 1.0
     repetition_context_size: Annotated[Count, _request_default] = 20
+    seed: Annotated[OptionalSeed, _request_default] = None
 
     #: The settings that the operator gave a value. It is not a setting itself.
     given: frozenset[str] = frozenset()

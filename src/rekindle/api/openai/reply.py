@@ -13,9 +13,16 @@ from typing import Any
 from msgspec import structs
 from starlette.requests import Request
 
+from rekindle.api.base.completions import CompletionsBase
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
+from rekindle.api.base.llama_result import (
+    final_object,
+    generation_settings,
+    prompt_progress,
+    timings,
+)
 from rekindle.api.base.reply import Reply, ignored_headers, token_logprobs, x_cache
-from rekindle.api.openai.schema import CompletionsBase
+from rekindle.http.middleware import received_s
 from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
 from rekindle.protocol.events import (
     ArgumentsDelta,
@@ -58,6 +65,7 @@ class CompletionsReply(Reply):
         self._body = body
         self._choices = body.n or 1  # per prompt
         self._messages = [AssistantMessage() for request in requests for _ in request.turns]
+        self._prompts: dict[int, Started] = {}  # by choice
         self._first_byte_at_s: float | None = None  # of a stream
         self._opened: set[int] = set()  # choices of a stream that have begun
         self._text_chunks: dict[int, EventTemplate] = {}  # by choice
@@ -90,6 +98,11 @@ class CompletionsReply(Reply):
     def add(self, index: int, part: Part) -> None:
         self._messages[index].add(part)
 
+    def _record(self, index: int, event: Event) -> None:
+        if isinstance(event, Started):
+            self._prompts[index] = event
+        super()._record(index, event)
+
     async def body(self) -> dict[str, Any]:
         finished = self.finished
         pairs = zip(self._messages, finished, strict=True)
@@ -100,7 +113,20 @@ class CompletionsReply(Reply):
             "usage": usage(finished, self._choices),
             "x_cache": x_cache(finished, self._choices),
             "timings": timings(finished, self._choices),
+            **self._verbose(finished),
         }
+
+    def _verbose(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """What llama.cpp's server shows of the first choice for `verbose: true`."""
+        if not self._body.verbose:
+            return {}
+        settings = generation_settings(
+            self._requests[0], self._runtime, stream=bool(self._body.stream)
+        )
+        message, started = self._messages[0], self._prompts.get(0)
+        prompt = started.prompt if started else None
+        shown = final_object(0, message, finished[0], settings, self._runtime, prompt)
+        return {"__verbose": shown}
 
     def chunks(self, index: int, event: Event) -> list[bytes]:
         if isinstance(event, Delta):
@@ -109,7 +135,7 @@ class CompletionsReply(Reply):
             closing = self.closing(index, event)
             return [*self._opening(index), self._chunk([closing], timings=timings([event], 1))]
         if isinstance(event, Started | Prefill) and self._body.progress:
-            return [self._progress(event)]
+            return [self._progress(index, event)]
         return []
 
     def _delta_chunks(self, index: int, part: Part) -> list[bytes]:
@@ -134,10 +160,16 @@ class CompletionsReply(Reply):
         opening = self.opening(index, calls=calls)
         return [self._chunk([opening])] if opening else []
 
-    def _progress(self, event: Started | Prefill) -> bytes:
-        done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
+    def _progress(self, index: int, event: Started | Prefill) -> bytes:
+        started = self._prompts[index]
+        done = started.reused_tokens if isinstance(event, Started) else event.done_tokens
         if self._body.progress == "comments":
             return sse_comment(f"prefill {done}/{event.prompt_tokens}")
+        if self._body.progress == "llama.cpp":
+            elapsed_s = time.monotonic() - received_s(self._http)
+            total, reused = event.prompt_tokens, started.reused_tokens
+            progress = prompt_progress(total, reused, done, elapsed_s)
+            return self._chunk([self.empty(0)], prompt_progress=progress)
         progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
         return self._chunk([self.empty(0)], prefill_progress=progress)
 
@@ -289,26 +321,3 @@ def usage(
             stages["first_byte"] = first_byte_at_s - first.first_token_at_s
         fields["first_token_time"] = {stage: round(spent, 6) for stage, spent in stages.items()}
     return fields
-
-
-def timings(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
-    """llama.cpp's `timings`: tokens, milliseconds and speeds."""
-    prompts = turns[::choices]
-    reused = sum(turn.cache.reused_tokens for turn in prompts)
-    computed = sum(turn.prompt_tokens for turn in prompts) - reused
-    generated = sum(turn.completion_tokens for turn in turns)
-    return {
-        "cache_n": reused,
-        **_speed("prompt", computed, sum(turn.prompt_eval_s for turn in prompts)),
-        **_speed("predicted", generated, sum(turn.completion_s for turn in turns)),
-    }
-
-
-def _speed(what: str, tokens: int, seconds: float) -> dict[str, Any]:
-    ms = seconds * 1000
-    return {
-        f"{what}_n": tokens,
-        f"{what}_ms": round(ms, 3),
-        f"{what}_per_token_ms": round(ms / tokens, 6) if tokens else 0.0,
-        f"{what}_per_second": round(tokens / seconds, 3) if seconds else 0.0,
-    }

@@ -15,6 +15,7 @@ from rekindle.api.openai.request import chat_requests, completion_requests
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import MAY_STREAM, JsonResponse
+from rekindle.protocol.requests import IMAGE
 from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(route_class=JsonRoute)
@@ -53,7 +54,8 @@ async def list_models(request: Request) -> Response:
     """List the models that this server answers with."""
     models = models_of(request)
     listed = [_model(runtime, models.started_at) for runtime in models.all]
-    return JsonResponse({"object": "list", "data": listed})
+    native = [_native_model(runtime) for runtime in models.all]
+    return JsonResponse({"object": "list", "data": listed, "models": native})
 
 
 @models_router.get("/v1/models/{model:path}")
@@ -88,4 +90,23 @@ def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
         "max_model_len": ready.context_tokens if ready else None,
         "meta": {"n_ctx": ready.context_tokens, "n_vocab": ready.vocabulary} if ready else None,
         **({"dimensions": ready.dimensions} if ready and is_embedder else {}),
+    }
+
+
+def _native_model(runtime: RuntimeClient) -> dict[str, Any]:
+    """A model as llama.cpp's server lists it, for clients that ask what it can do."""
+    ready, file = runtime.ready, runtime.file
+    capabilities = ["embedding" if ready and ready.dimensions else "completion"]
+    if ready and IMAGE in ready.modalities:
+        capabilities.append("multimodal")
+    return {
+        "name": runtime.name,
+        "model": runtime.name,
+        "type": "model",
+        "description": "",
+        "tags": [],
+        "capabilities": capabilities,
+        "parameters": "",
+        "details": {"format": file.format, "family": ready.architecture if ready else ""},
+        "size": file.size_bytes,
     }

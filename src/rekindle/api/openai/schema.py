@@ -2,157 +2,78 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from rekindle.api.base.completions import NAMES, CompletionsBase, Progress, TopLogprobs
 from rekindle.api.base.fields import (
     MAX_ITEMS,
-    MAX_TOKENS,
-    WHOLE,
-    CacheRetention,
     FreeObject,
-    Id,
-    KvBits,
-    KvGroupSize,
-    KvStart,
-    Normalise,
+    FunctionName,
     PrefillProgress,
-    Priority,
     PromptInput,
-    SessionNumber,
-    Stop,
-    StopTokens,
     StrictModel,
     TokenLimit,
     as_prompts,
+    takes,
 )
-from rekindle.api.base.known_fields import FieldTable, KnownFields
+from rekindle.api.base.known_fields import FieldTable
 from rekindle.api.base.messages import Messages, Resize
-from rekindle.api.base.sampling import (
-    BadWords,
-    LogitBias,
-    RepeatLastN,
-    SamplingFields,
-    SequenceBreakers,
-)
-from rekindle.api.base.tools import Tools, ToolSelection
-from rekindle.api.openai.constraints import StructuredFields, ToolChoice, select_tools
+from rekindle.api.base.tools import MAX_TOOLS, Tool, Tools, ToolSelection
 from rekindle.api.openai.known_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from rekindle.errors import BadRequest, Unsupported
 
-#: A stream ends with a cache report if the request has one of these fields.
-CACHE_FIELDS = (
-    "use_kv_cache",
-    "cache_exact",
-    "cache_key",
-    "return_cache_key",
-    "session_id",
-    "kv_cache_session_id",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "kv_bits",
-)
-NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # each names one conversation
 
-#: Names that other servers have for fields of this one.
-ALIASES = {
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "repetition_context_size",
-    "quantized_kv_start": "kv_quantization_start",
-}
-
-TopLogprobs = Annotated[int, Field(ge=0, le=20), WHOLE]
+class FunctionNamed(StrictModel):
+    name: FunctionName
 
 
-class StreamOptions(StrictModel):
-    include_usage: bool = False
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionNamed
 
 
-class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields):
-    """What chat and text completions have in common. None stands for the server's default."""
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
 
-    model: str | None = None
-    max_tokens: TokenLimit | None = None
-    n_predict: TokenLimit | None = Field(None, description="llama.cpp: alias of `max_tokens`")
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = Field(
-        None, description="vLLM: the reply does not end before"
-    )
-    stop: Stop | None = None
-    stop_token_ids: StopTokens | None = Field(
-        None, description="vLLM: tokens that end the reply, besides the model's own"
-    )
-    bad_words: BadWords | None = Field(
-        None, description="vLLM: texts that the reply must not contain"
-    )
-    truncate_prompt_tokens: TokenLimit | None = Field(
-        None, description="vLLM: use only the last tokens of the prompt; -1 for as many as fit"
-    )
-    dry_multiplier: float | None = Field(None, ge=0, le=100, description="llama.cpp: 0 is off")
-    dry_base: float | None = Field(None, ge=1, le=100)
-    dry_allowed_length: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKENS), WHOLE] | None = None
-    dry_sequence_breakers: SequenceBreakers | None = None
-    repeat_penalty: float | None = Field(
-        None, gt=0, le=100, description="llama.cpp: alias of `repetition_penalty`"
-    )
-    repeat_last_n: RepeatLastN | None = Field(
-        None, description="llama.cpp: alias of `repetition_context_size`"
-    )
-    n: Annotated[int, Field(ge=1, le=32), WHOLE] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    logit_bias: LogitBias | None = None
-    ignore_eos: bool | None = None
-    priority: Priority | None = None
-    normalise: Normalise | None = Field(
-        None, description="Whether to remove volatile parts of the prompt, or which ones"
-    )
-    user: str | None = None
-    use_kv_cache: bool | None = None
-    cache_exact: bool | None = None
-    cache_key: Id | None = None
-    return_cache_key: bool | None = None
-    session_id: Id | None = None
-    kv_cache_session_id: SessionNumber | None = None
-    prompt_cache_key: Id | None = None
-    prompt_cache_retention: CacheRetention | None = None
-    kv_bits: KvBits | None = Field(None, description="Bits of a quantised KV cell")
-    kv_group_size: KvGroupSize | None = Field(
-        None, description="A wish: `x_cache.kv_group_size` reports the size that the engine used"
-    )
-    kv_quantization_start: KvStart | None = Field(
-        None, description="Number of tokens after which KV cells are quantised"
-    )
-    quantized_kv_start: KvStart | None = Field(None, description="Alias of `kv_quantization_start`")
 
-    @model_validator(mode="after")
-    def _one_name(self) -> Self:
-        """Give each value to the field that its alias stands for."""
-        for alias, name in ALIASES.items():
-            value, own = getattr(self, alias), getattr(self, name)
-            if value is None:
-                continue
-            if own not in (None, value):
-                raise BadRequest(
-                    f"`{alias}` is an alias of `{name}`: send one of them.", param=alias
-                )
-            setattr(self, name, value)
-        return self
+class AllowedChoice(StrictModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
 
-    @property
-    def reports_cache(self) -> bool:
-        return any(getattr(self, field) is not None for field in CACHE_FIELDS)
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedChoice,
+    takes(
+        '"none", "auto", "required", {"type": "function", "function": {"name": …}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+    ),
+]
 
-    @property
-    def progress(self) -> Literal["chunks", "comments"] | None:
-        """How a stream reports prefill progress, if at all."""
-        return None
+
+def select_tools(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> ToolSelection:
+    """Resolve `tool_choice`. Raises BadRequest if a function is not in `tools`."""
+    match choice:
+        case NamedTool():
+            selection = ToolSelection("required", frozenset([choice.function.name]))
+        case AllowedChoice(allowed_tools=allowed):
+            names = frozenset(tool.function.name for tool in allowed.tools)
+            selection = ToolSelection(allowed.mode, names)
+        case "required" if not tools:
+            raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
+        case _:
+            return ToolSelection(choice or "auto")
+    offered = {tool.function.name for tool in tools or ()}
+    for name in selection.names or ():
+        if name not in offered:
+            raise BadRequest(
+                f"`tool_choice` names the function {name!r}, which is not among `tools`.",
+                param="tool_choice",
+            )
+    return selection
 
 
 class ChatRequest(CompletionsBase):
@@ -211,9 +132,9 @@ class ChatRequest(CompletionsBase):
         return select_tools(self.tool_choice, self.tools)
 
     @property
-    def progress(self) -> Literal["chunks", "comments"] | None:
+    def progress(self) -> Progress | None:
         if not (self.stream and self.prefill_progress):
-            return None
+            return super().progress
         return "comments" if self.prefill_progress == "comments" else "chunks"
 
     @property
@@ -231,9 +152,14 @@ class ChatRequest(CompletionsBase):
         return [message_id for message_id in ids if message_id is not None]
 
     @property
-    def names_state(self) -> bool:
-        """Whether the request names the conversation that it continues."""
-        return bool(self.message_ids) or any(getattr(self, name) is not None for name in NAMES)
+    def may_be_named(self) -> bool:
+        """Whether the request does not name the conversation that it continues."""
+        names = (getattr(self, name) for name in NAMES)
+        return not self.message_ids and all(name is None for name in names)
+
+    @property
+    def wants_message_id(self) -> bool:
+        return bool(self.use_kv_cache)
 
 
 class CompletionRequest(CompletionsBase):
