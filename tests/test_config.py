@@ -59,6 +59,8 @@ EVERY: dict[str, tuple[str, Any]] = {
     "reasoning_format": ("none", "none"),
     "key_ttl": ("60", 60.0),
     "projects": ("{a: {system_prompt: x}}", {"a": Preset(system_prompt="x")}),
+    "any_model_name": ("true", True),
+    "aliases": ("{gpt-*: smollm2}", {"gpt-*": "smollm2"}),
     "threads": ("3", 3),
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),

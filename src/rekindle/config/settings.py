@@ -12,7 +12,7 @@ from annotated_types import Gt, Interval
 from pydantic import AfterValidator, BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from rekindle.config.presets import Presets
+from rekindle.config.presets import Aliases, Presets
 from rekindle.media.addresses import parse_listed
 from rekindle.protocol.settings import (
     COUNT_LIMIT,
@@ -69,6 +69,12 @@ class Config(RuntimeSettings):
         Names,
         _server("Catalogue name, GGUF file, MLX folder or org/repo[:quant]; repeatable", "smollm2"),
     ] = ()
+    any_model_name: Annotated[
+        bool, _server("Answer requests for unknown models with the model that is served")
+    ] = False
+    aliases: Annotated[
+        Aliases, _server("Other names of models; * stands for any text", flag=False)
+    ] = dataclasses.field(default_factory=dict)
     embedding_model: Annotated[
         Names, _server("Embedding model or reranker; repeatable; without a value minilm")
     ] = ()

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from rekindle.api.base.models import (
     ServedModels,
+    alias_models,
     described_tools,
     preset_models,
     served_embedders,
@@ -76,6 +77,7 @@ def check_settings(config: Config) -> None:
             if folder is not None and not folder.is_dir():
                 raise ConfigError(f"`--{flag}`: there is no folder {folder}")
     served_embedders(config)
+    alias_models(config)
     preset_models(config)
     for name, preset in config.projects.items():
         described_tools(name, preset)

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.openai.reply import ChatReply, TextReply
 from rekindle.api.openai.request import chat_requests, completion_requests
@@ -53,7 +53,7 @@ async def create_completion(
 async def list_models(request: Request) -> Response:
     """List the models that this server answers with."""
     models = models_of(request)
-    listed = [_model(runtime, models.started_at) for runtime in models.all]
+    listed = [_model(runtime, models) for runtime in models.all]
     native = [_native_model(runtime) for runtime in models.all]
     return JsonResponse({"object": "list", "data": listed, "models": native})
 
@@ -64,7 +64,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
     if not model:  # the list's path with a slash at the end
         return await list_models(request)
     models = models_of(request)
-    return JsonResponse(_model(models.any(model), models.started_at))
+    return JsonResponse(_model(models.any(model), models))
 
 
 @models_router.get("/health")
@@ -78,14 +78,15 @@ async def health(request: Request) -> Response:
     return JsonResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
-def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
+def _model(runtime: RuntimeClient, models: ServedModels) -> dict[str, Any]:
     ready = runtime.ready
     is_embedder = ready is not None and ready.dimensions and not ready.ranks
     return {
         "id": runtime.name,
         "object": "model",
-        "created": created_at,
+        "created": models.started_at,
         "owned_by": "rekindle",
+        "aliases": models.aliases_of(runtime),
         "modalities": list(ready.modalities) if ready else None,
         "max_model_len": ready.context_tokens if ready else None,
         "meta": {"n_ctx": ready.context_tokens, "n_vocab": ready.vocabulary} if ready else None,
