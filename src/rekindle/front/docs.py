@@ -18,8 +18,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from rekindle.api.base.models import models_of
+from rekindle.http.auth import caller_of
+from rekindle.http.middleware import OPEN_PATHS
 from rekindle.http.responses import ERRORS, JsonResponse
 from rekindle.version import __version__
+from rekindle.worker.client import RuntimeClient
 
 EVERY_OPERATION = (400, 401, 404, 421, 429, 431, 500, 503)  # error statuses
 LINKS = {
@@ -30,6 +33,7 @@ LINKS = {
     "health": "/health",
     "metrics": "/metrics",
 }
+PUBLIC_LINKS = {"health": "/health"}
 #: How the page writes the limits in a JSON schema.
 LIMIT_TEXTS = {
     "minimum": "from {}",
@@ -54,20 +58,33 @@ router = APIRouter(tags=["pages"], include_in_schema=False)
 
 @router.get("/")
 async def show_index(request: Request) -> Response:
-    """Describe the server, as a page or, for programs that ask for it, as JSON."""
-    found: dict[str, Any] = {
-        "name": "rekindle",
-        "version": __version__,
-        "models": [
-            {"id": each.name, "max_model_len": each.ready.context_tokens if each.ready else None}
-            for each in models_of(request).all
-        ],
-        "links": LINKS,
-    }
+    """Describe the server, as a page or, for programs that ask for it, as JSON.
+
+    Somebody without an API key learns only that the server needs one.
+    """
+    found: dict[str, Any] = {"name": "rekindle", "needs_key": True, "links": PUBLIC_LINKS}
+    if not caller_of(request).is_unknown:
+        found = {
+            "name": "rekindle",
+            "version": __version__,
+            "models": [
+                {
+                    "id": each.name,
+                    "max_model_len": each.ready.context_tokens if each.ready else None,
+                }
+                for each in models_of(request).all
+            ],
+            "links": LINKS,
+        }
     accept = request.headers.get("accept", "")
     if "json" in accept and "html" not in accept:  # browsers ask for HTML
         return JsonResponse(found)
     return _page("index.html", **found)
+
+
+def _listed(runtime: RuntimeClient) -> dict[str, Any]:
+    ready = runtime.ready
+    return {"id": runtime.name, "max_model_len": ready.context_tokens if ready else None}
 
 
 @router.get("/docs")
@@ -119,7 +136,7 @@ def _completed(document: dict[str, Any]) -> dict[str, Any]:
                 for status in sorted(failures)
             }
             keys: list[dict[str, list[str]]] = [{name: []} for name in schemes]
-            operation["security"] = [] if path == "/health" else [*keys, {}]
+            operation["security"] = [] if path in OPEN_PATHS else [*keys, {}]
     components = document["components"]
     for name in ("HTTPValidationError", "ValidationError"):  # only 422 refers to them
         components["schemas"].pop(name, None)

@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rekindle.errors import BadRequest, Forbidden, ServerError, Unavailable
+from rekindle.errors import BadRequest, ServerError, Unauthorized, Unavailable
 from rekindle.http.auth import CALLER, LOOPBACK, OPEN_SALT, Caller, Keys
 from rekindle.http.body import BODY, HeldBytes, LimitedBody, check_announced_size, upload
 from rekindle.http.logs import REQUEST_ID_HEADER, request_context
@@ -87,6 +87,7 @@ class Server(uvicorn.Server):
 EXPOSED_HEADERS = "x-request-id, retry-after"  # that scripts of web pages may read
 RECEIVED = "rekindle.received_s"  # the time's key in the request's scope
 OPEN_PATHS = {"/health"}  # need no API key
+PUBLIC_PAGE = "/"  # shows less without a key
 UPLOADS = {"/v1/cache/import"}  # take a file of any size
 FILE_TYPE = "application/octet-stream"  # a page of another origin needs permission to send it
 OLLAMA_PREFIX = "/api/"  # Ollama's documentation calls it with `curl -d`, without a content type
@@ -100,10 +101,6 @@ class WrongContentType(BadRequest):
 
 class WrongHost(BadRequest):
     status, code = 421, "wrong_host"
-
-
-class OriginNotAllowed(Forbidden):
-    code = "origin_not_allowed"
 
 
 def received_s(request: Request) -> float:
@@ -197,6 +194,10 @@ class RequestMiddleware:
     def _identify(self, scope: Scope, headers: Headers) -> Caller:
         if scope["path"] in OPEN_PATHS:
             return Caller(OPEN_SALT, admin=False)
+        if scope["path"] == PUBLIC_PAGE:
+            with contextlib.suppress(Unauthorized):
+                return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+            return Caller(OPEN_SALT, admin=False)
         return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
 
     def _with_version(self, path: str) -> str:
@@ -264,12 +265,14 @@ class Cors:
     def preflight(self, headers: Headers) -> Response:
         """Answer a browser's question before it sends the request. It comes without a key."""
         if not self._allows(headers["origin"]):
+            # Without the headers below, the browser refuses to send the request. Some tools take
+            # any other status than 200 for a broken server.
             origin = headers["origin"][:128]
-            raise OriginNotAllowed(
+            return PlainTextResponse(
                 f'Origin "{origin}" is not allowed. Start the server with --cors-origin {origin}.'
             )
         allowed = {
-            "access-control-allow-methods": "GET, HEAD, POST, DELETE, OPTIONS",
+            "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
             "access-control-max-age": "600",
         }
         names = headers.get("access-control-request-headers", "")
@@ -277,7 +280,7 @@ class Cors:
             allowed["access-control-allow-headers"] = names
         if headers.get("access-control-request-private-network") == "true":
             allowed["access-control-allow-private-network"] = "true"
-        return Response(status_code=204, headers=allowed)
+        return Response(headers=allowed)
 
     def _allows(self, origin: str) -> bool:
         is_listed = not self._origins.isdisjoint(("*", origin))
