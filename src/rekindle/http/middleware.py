@@ -160,7 +160,7 @@ class RequestMiddleware:
                 await self._cors.preflight(headers)(scope, receive, send)
                 return
             caller = self._identify(scope, headers)
-            if scope["method"] == "POST":
+            if scope["method"] == "POST" and not self._is_unserved(path):
                 _check_content(headers, path)
             self._drain.check()
         except ServerError as error:
@@ -199,6 +199,11 @@ class RequestMiddleware:
                 return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
             return Caller(OPEN_SALT, admin=False)
         return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+
+    def _is_unserved(self, path: str) -> bool:
+        """Whether the router will answer 404, whatever the body is. OpenAI has such paths."""
+        first, _, rest = path[1:].partition("/")
+        return first == "v1" and rest.partition("/")[0] not in self._versioned
 
     def _with_version(self, path: str) -> str:
         """Add /v1 if it is missing, because clients differ in the base URL that they take."""

@@ -238,7 +238,7 @@ def test_a_time_limit_waits_for_the_end_of_the_first_line(monkeypatch: pytest.Mo
 def test_a_reply_ends_at_its_time_limit(harness: RuntimeHarness) -> None:
     """A limit of no time ends the reply at its first line break, with the reason `length`."""
     newline = harness.runtime.engine.tokenizer.encode("\n", special=False)
-    bias = {"logit_bias": {newline[0]: 100.0}, "ignore_eos": True, "max_tokens": 30}
+    bias: dict[str, Any] = {"logit_bias": {newline[0]: 100.0}, "ignore_eos": True, "max_tokens": 30}
     reply = ask(harness, max_generate_s=1e-9, **bias)
     assert len(reply.tokens) <= 2
     assert reply.finished.reason == "length"

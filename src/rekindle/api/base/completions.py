@@ -157,6 +157,11 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
         return any(getattr(self, field) is not None for field in CACHE_FIELDS)
 
     @property
+    def choices(self) -> int:
+        """How many replies each prompt gets."""
+        return self.n or 1
+
+    @property
     def wants_message_id(self) -> bool:
         """Whether the reply gets an id, under which later requests find its state."""
         return False
@@ -208,7 +213,7 @@ def build_request(
         structured_output=body.structure,
         use_cache=body.use_kv_cache,
         names=_names(body, builder.config),
-        more_choices=[_choice(body, builder.config, number) for number in range(1, body.n or 1)],
+        more_choices=[_choice(body, builder.config, number) for number in range(1, body.choices)],
         exact=body.cache_exact,
         kv_bits=body.kv_bits,
         kv_group_size=body.kv_group_size,

@@ -17,7 +17,7 @@ Schema = Annotated[
 
 
 class JsonSchema(StrictModel):
-    name: FunctionName
+    name: FunctionName | None = None  # OpenAI requires it, and other servers do not
     schema_: Schema | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None  # the schema is enforced either way

@@ -22,9 +22,6 @@ OPENAI: FieldTable = {
     "audio": Refused("audio is not supported: remove"),
     "modalities": Refused("replies are text alone: remove", (["text"], [])),
     "web_search_options": Refused("there is no web search: remove"),
-    "suffix": Refused("filling in the middle is not supported: remove", ("",)),
-    "best_of": Refused("best_of is not supported: remove", (1,)),
-    "echo": Refused("echoing the prompt is not supported: remove", (False,)),
     "store": Ignored("completions are not stored; /v1/responses stores them", (False,)),
     "prediction": Ignored("it makes a reply faster and does not change it"),
     "service_tier": Ignored("there is one tier"),
@@ -68,6 +65,9 @@ VLLM: FieldTable = {
     "stream_interval": Ignored("tokens are sent as they come"),
 }
 CHAT_FIELDS: FieldTable = {
+    "echo": Refused("only /v1/completions echoes the prompt: remove", (False,)),
+    "best_of": Refused("only /v1/completions ranks answers: use `n` instead of", (1,)),
+    "suffix": Refused("filling in the middle is for /v1/completions: remove", ("",)),
     **OPENAI,
     **VLLM,
     **LLAMA_SERVER,

@@ -22,6 +22,7 @@ from rekindle.api.base.llama_result import (
     timings,
 )
 from rekindle.api.base.reply import Reply, ignored_headers, token_logprobs, x_cache
+from rekindle.api.openai.schema import CompletionRequest
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
 from rekindle.protocol.events import (
@@ -63,7 +64,7 @@ class CompletionsReply(Reply):
         headers = ignored_headers({IGNORED_FIELDS_HEADER: body.ignored_fields})
         super().__init__(http, runtime, requests, headers=headers, others=others)
         self._body = body
-        self._choices = body.n or 1  # per prompt
+        self._choices = body.choices  # per prompt
         self._messages = [AssistantMessage() for request in requests for _ in request.turns]
         self._prompts: dict[int, Started] = {}  # by choice
         self._first_byte_at_s: float | None = None  # of a stream
@@ -95,6 +96,10 @@ class CompletionsReply(Reply):
     def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
         """A choice of a whole answer."""
 
+    def shown(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The choices of a whole answer that the client gets."""
+        return choices
+
     def add(self, index: int, part: Part) -> None:
         self._messages[index].add(part)
 
@@ -109,7 +114,7 @@ class CompletionsReply(Reply):
         return {
             **self._common_fields,
             "object": self.whole_object,
-            "choices": [self.choice(index, *each) for index, each in enumerate(pairs)],
+            "choices": self.shown([self.choice(index, *each) for index, each in enumerate(pairs)]),
             "usage": usage(finished, self._choices),
             "x_cache": x_cache(finished, self._choices),
             "timings": timings(finished, self._choices),
@@ -197,7 +202,8 @@ class ChatReply(CompletionsReply):
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
-        return _chat_delta(index, {"role": "assistant", "content": None if calls else ""})
+        content = None if calls else ""
+        return _chat_delta(index, {"role": "assistant", "content": content, "refusal": None})
 
     def delta(self, index: int, part: Part) -> dict[str, Any]:
         match part:
@@ -243,9 +249,46 @@ class TextReply(CompletionsReply):
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        http: Request,
+        runtime: RuntimeClient,
+        requests: list[GenerateRequest],
+        body: CompletionRequest,
+        *,
+        others: Sequence[RuntimeClient] = (),
+    ) -> None:
+        super().__init__(http, runtime, requests, body, others=others)
+        self._text_body = body
         self._offsets: dict[int, TextOffset] = defaultdict(TextOffset)
+
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        echoed = self._echoed(index)
+        return self._choice(index, echoed, None, None) if echoed else None
+
+    def _echoed(self, index: int) -> str:
+        """The prompt as the client wrote it, or the text of its tokens."""
+        if not self._text_body.echo:
+            return ""
+        prompt = self._text_body.prompts[index // self._choices]
+        return prompt if isinstance(prompt, str) else self._prompts[index].prompt or ""
+
+    def shown(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The likeliest `n` of each prompt's answers, by their mean log probability."""
+        wanted = self._text_body.n or 1
+        if wanted == self._choices:
+            return choices
+        best: list[dict[str, Any]] = []
+        for start in range(0, len(choices), self._choices):
+            group = range(start, start + self._choices)
+            ranked = sorted(group, key=self._mean_logprob, reverse=True)
+            best += [choices[each] for each in ranked[:wanted]]
+        hidden = {} if self._text_body.logprobs is not None else {"logprobs": None}
+        return [{**choice, "index": index, **hidden} for index, choice in enumerate(best)]
+
+    def _mean_logprob(self, index: int) -> float:
+        found = [each.logprob for each in self._messages[index].logprobs]
+        return sum(found) / len(found) if found else 0.0
 
     def delta(self, index: int, part: Part) -> dict[str, Any]:
         assert isinstance(part, TextDelta), "a text completion has no other parts"
@@ -258,7 +301,8 @@ class TextReply(CompletionsReply):
         return self._choice(index, "", None, finished.reason)
 
     def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
-        return self._choice(index, message.text, message.logprobs, finished.reason)
+        text = self._echoed(index) + message.text
+        return self._choice(index, text, message.logprobs, finished.reason)
 
     def _choice(
         self, index: int, text: str, logprobs: list[TokenLogprob] | None, reason: str | None

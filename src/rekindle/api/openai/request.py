@@ -10,7 +10,7 @@ from rekindle.api.base.request import RenderedChat, RequestBuilder
 from rekindle.api.base.tools import described
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest
 from rekindle.config import Config
-from rekindle.protocol.requests import GenerateRequest
+from rekindle.protocol.requests import GenerateRequest, Infill
 
 
 def chat_requests(
@@ -37,10 +37,20 @@ def completion_requests(body: CompletionRequest, builder: RequestBuilder) -> lis
     if len(prompts) > 1:
         builder = replace(builder, session=None)  # a session is one conversation
     max_tokens = token_limit(body.max_tokens, builder.config.completion_max_tokens)
+    is_ranked = body.choices > (body.n or 1)
+    top_logprobs = 0 if is_ranked and body.logprobs is None else body.logprobs
     return [
-        build_request(body, builder, max_tokens, body.logprobs, {"prompt": prompt})
-        for prompt in prompts
+        build_request(body, builder, max_tokens, top_logprobs, _text_prompt(body, prompt))
+        for prompt in body.prompts
     ]
+
+
+def _text_prompt(body: CompletionRequest, prompt: str | list[int]) -> dict[str, Any]:
+    fields: dict[str, Any] = {"returns_prompt": bool(body.echo or body.verbose)}
+    if body.suffix:
+        assert isinstance(prompt, str), "the schema has checked it"
+        return {**fields, "prompt": "", "infill": Infill(prefix=prompt, suffix=body.suffix)}
+    return {**fields, "prompt": prompt}
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:

@@ -10,11 +10,13 @@ from pydantic import Field, model_validator
 from rekindle.api.base.completions import NAMES, CompletionsBase, Progress, TopLogprobs
 from rekindle.api.base.fields import (
     MAX_ITEMS,
+    WHOLE,
     FreeObject,
     FunctionName,
     PrefillProgress,
     PromptInput,
     StrictModel,
+    Text,
     TokenLimit,
     as_prompts,
     takes,
@@ -169,12 +171,46 @@ class CompletionRequest(CompletionsBase):
 
     prompt: PromptInput
     logprobs: TopLogprobs | None = None
+    echo: bool | None = Field(None, description="The text of the answer begins with the prompt")
+    suffix: Text | None = Field(
+        None, description="Text behind the answer, for models that can fill in the middle"
+    )
+    best_of: Annotated[int, Field(ge=1, le=32), WHOLE] | None = Field(
+        None, description="Generate this many answers and return the `n` likeliest ones"
+    )
+
+    @property
+    def choices(self) -> int:
+        """How many answers each prompt gets, of which `n` are returned."""
+        return max(self.n or 1, self.best_of or 1)
+
+    @model_validator(mode="after")
+    def _ranks_whole_answers(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise BadRequest("`best_of` takes at least as many as `n`.", param="best_of")
+        if self.stream and self.choices > (self.n or 1):
+            raise Unsupported(
+                "the best answers are known at their end: remove `best_of` or `stream`",
+                param="best_of",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _echoes_text(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise Unsupported(
+                "log probabilities of the prompt are not computed: remove `echo` or `logprobs`",
+                param="echo",
+            )
+        if self.suffix and not all(isinstance(each, str) for each in self.prompts):
+            raise Unsupported("`suffix` needs a prompt of text", param="suffix")
+        return self
 
     @model_validator(mode="after")
     def _bounded_turns(self) -> CompletionRequest:
-        if len(self.prompts) * (self.n or 1) > 128:
+        if len(self.prompts) * self.choices > 128:
             raise Unsupported(
-                "one request may ask for at most 128 answers (prompts times `n`)",
+                "one request may ask for at most 128 answers (prompts times `n` or `best_of`)",
                 param="prompt",
             )
         return self
