@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.installed
 WORKERS ?= 2  # parallel test processes; the tests of a file run in one process
 
-.PHONY: install serve test pythons stress check audit fmt lock bench trace clients
+.PHONY: install serve test pythons stress check audit fmt lock bench trace clients suites
 .DEFAULT_GOAL := install
 
 install: $(READY)
@@ -57,3 +57,9 @@ clients: install        ## run third-party clients against a server; needs npm a
 	test -x build/clients/aider/bin/aider || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/clients/aider
 	$(BIN)/uv pip install --quiet --python build/clients/aider/bin/python -r tools/clients/requirements.txt
 	PYTHONPATH=. $(BIN)/python -m tools.clients.run build/clients $(ARGS)
+
+suites: install         ## run the tests of other projects; ARGS="--llama-tests PATH" of a llama.cpp checkout
+	mkdir -p build/suites
+	test -x build/suites/venv/bin/python || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/suites/venv
+	$(BIN)/uv pip install --quiet --python build/suites/venv/bin/python -r tools/suites/requirements.txt
+	PYTHONPATH=. $(BIN)/python -m tools.suites.run build/suites $(ARGS)
