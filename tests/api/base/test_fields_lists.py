@@ -138,6 +138,7 @@ LISTS: dict[str, dict[str, Bound]] = {
         **structure(**HELLO),
         **{
             "resize": (2, 64, at("resize", **HELLO)),
+            "functions": (128, lambda number: {"name": f"f{number}"}, at("functions", **HELLO)),
             "tool_choice.allowed_tools.tools": (
                 128,
                 NAMED,

@@ -162,6 +162,11 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
         return self.n or 1
 
     @property
+    def calls_functions(self) -> bool:
+        """Whether a call is answered in OpenAI's older form, as `function_call`."""
+        return False
+
+    @property
     def wants_message_id(self) -> bool:
         """Whether the reply gets an id, under which later requests find its state."""
         return False

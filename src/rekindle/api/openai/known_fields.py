@@ -11,14 +11,11 @@ from rekindle.api.base.known_fields import (
     Refused,
 )
 
-TOOLS_OF_OLD = "OpenAI's older tool calling is not supported: send"
 TEMPLATE = "the model's own chat template is always used: remove"
 NO_TEXT_TOOLS = "text completions call no tools: use /v1/chat/completions, or remove"
 
 #: Fields of OpenAI's API.
 OPENAI: FieldTable = {
-    "functions": Refused(f"{TOOLS_OF_OLD} `tools` instead of", ([],)),
-    "function_call": Refused(f"{TOOLS_OF_OLD} `tool_choice` instead of", ("none", "auto")),
     "audio": Refused("audio is not supported: remove"),
     "modalities": Refused("replies are text alone: remove", (["text"], [])),
     "web_search_options": Refused("there is no web search: remove"),
@@ -97,5 +94,7 @@ COMPLETION_FIELDS: FieldTable = {
     ),
     "resize": Refused("text completions take no images: use /v1/chat/completions, or remove"),
     "tools": Refused(NO_TEXT_TOOLS, ([],)),
+    "functions": Refused(NO_TEXT_TOOLS, ([],)),
+    "function_call": Refused(NO_TEXT_TOOLS, ("none", "auto")),
     "tool_choice": Refused(NO_TEXT_TOOLS, ("none", "auto")),
 }

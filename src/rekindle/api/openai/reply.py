@@ -212,6 +212,8 @@ class ChatReply(CompletionsReply):
                 return {**_chat_delta(index, {"content": text}), "logprobs": shown}
             case ReasoningDelta(text):
                 return _chat_delta(index, {"reasoning_content": text})
+            case ToolCallStart() | ArgumentsDelta() if self._body.calls_functions:
+                return _chat_delta(index, {"function_call": _function_delta(part)})
             case ToolCallStart():
                 call = {"index": part.index, **ToolCall(part.id, part.name).as_dict()}
             case ArgumentsDelta():
@@ -222,15 +224,34 @@ class ChatReply(CompletionsReply):
         return _chat_delta(index, {})
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
-        return {**_chat_delta(index, _message_id(finished)), "finish_reason": finished.reason}
+        return {
+            **_chat_delta(index, _message_id(finished)),
+            "finish_reason": self._finish_reason(finished),
+        }
+
+    def _finish_reason(self, finished: Finished) -> str:
+        is_old = self._body.calls_functions and finished.reason == "tool_calls"
+        return "function_call" if is_old else finished.reason
 
     def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {**message.as_dict(), "refusal": None, **_message_id(finished)},
+            "message": {**self._shown_message(message), "refusal": None, **_message_id(finished)},
             "logprobs": _chat_logprobs(message.logprobs) if message.logprobs else None,
-            "finish_reason": finished.reason,
+            "finish_reason": self._finish_reason(finished),
         }
+
+    def _shown_message(self, message: AssistantMessage) -> dict[str, Any]:
+        shown = message.as_dict()
+        if self._body.calls_functions and (calls := shown.pop("tool_calls", None)):
+            shown["function_call"] = calls[0]["function"]
+        return shown
+
+
+def _function_delta(part: ToolCallStart | ArgumentsDelta) -> dict[str, str]:
+    if isinstance(part, ToolCallStart):
+        return {"name": part.name, "arguments": ""}
+    return {"arguments": part.text}
 
 
 def _message_id(finished: Finished) -> dict[str, str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from rekindle.api.base.completions import NAMES, CompletionsBase, Progress, TopLogprobs
 from rekindle.api.base.fields import (
@@ -19,11 +19,20 @@ from rekindle.api.base.fields import (
     Text,
     TokenLimit,
     as_prompts,
+    at_most,
+    limit_depth,
     takes,
 )
 from rekindle.api.base.known_fields import FieldTable
 from rekindle.api.base.messages import Messages, Resize
-from rekindle.api.base.tools import MAX_TOOLS, Tool, Tools, ToolSelection
+from rekindle.api.base.tools import (
+    MAX_TOOLS,
+    Function,
+    Tool,
+    Tools,
+    ToolSelection,
+    refuse_duplicates,
+)
 from rekindle.api.openai.known_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from rekindle.errors import BadRequest, Unsupported
 
@@ -56,6 +65,23 @@ ToolChoice = Annotated[
 ]
 
 
+def _distinct(functions: list[Function]) -> list[Function]:
+    refuse_duplicates((each.name for each in functions), "function")
+    return functions
+
+
+Functions = Annotated[
+    list[Function],
+    Field(fail_fast=True),
+    AfterValidator(_distinct),
+    BeforeValidator(limit_depth),
+    at_most(MAX_TOOLS),
+]
+FunctionChoice = Annotated[
+    Literal["none", "auto"] | FunctionNamed, takes('"none", "auto" or {"name": …}')
+]
+
+
 def select_tools(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> ToolSelection:
     """Resolve `tool_choice`. Raises BadRequest if a function is not in `tools`."""
     match choice:
@@ -78,12 +104,40 @@ def select_tools(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> Too
     return selection
 
 
+def _modern(messages: Any) -> Any:
+    """Write calls and results of OpenAI's older form as tool calls. A result answers the last call.
+
+    The names of fields differ and there are no ids, so the ids count the messages.
+    """
+    if not isinstance(messages, list):
+        return messages
+    found, last_id = [], ""
+    for place, message in enumerate(messages):
+        if isinstance(message, dict) and isinstance(message.get("function_call"), dict):
+            last_id = f"call_{place}"
+            call = {"id": last_id, "type": "function", "function": message["function_call"]}
+            rest = {name: value for name, value in message.items() if name != "function_call"}
+            message = {**rest, "tool_calls": [call]}
+        elif isinstance(message, dict) and message.get("role") == "function":
+            if not last_id:
+                raise BadRequest(
+                    "A message of the role 'function' needs a message with a `function_call` "
+                    "before it.",
+                    param="messages",
+                )
+            message = {**message, "role": "tool", "tool_call_id": last_id}
+        found.append(message)
+    return found
+
+
 class ChatRequest(CompletionsBase):
     """POST /v1/chat/completions."""
 
     field_table: ClassVar[FieldTable] = CHAT_FIELDS
 
-    messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
+    messages: Annotated[Messages, BeforeValidator(_modern), at_most(MAX_ITEMS)] = Field(
+        min_length=1, max_length=MAX_ITEMS
+    )
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -100,6 +154,28 @@ class ChatRequest(CompletionsBase):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Functions | None = Field(None, description="OpenAI's older form of `tools`")
+    function_call: FunctionChoice | None = Field(
+        None, description="OpenAI's older form of `tool_choice`"
+    )
+
+    @model_validator(mode="after")
+    def _functions_are_tools(self) -> ChatRequest:
+        """May run twice: FastAPI validates a request again that is validated already."""
+        if not self.functions:
+            return self
+        tools = [Tool(type="function", function=each) for each in self.functions]
+        choice: Any = self.function_call
+        if isinstance(choice, FunctionNamed):
+            choice = NamedTool(type="function", function=choice)
+        if self.tools not in (None, [], tools) or self.tool_choice not in (None, choice):
+            raise BadRequest("Send `tools` or `functions`, not both.", param="functions")
+        self.tools, self.tool_choice, self.parallel_tool_calls = tools, choice, False
+        return self
+
+    @property
+    def calls_functions(self) -> bool:
+        return bool(self.functions)
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
