@@ -7,7 +7,7 @@ DEV    := $(VENV)/.installed-dev
 BUILT  := pyproject.toml hatch_build.py $(wildcard src/rekindle/engine/sampling/*.[ch])
 WORKERS ?= 2  # parallel test processes; the tests of a file run in one process
 
-.PHONY: install dev serve test pythons stress check audit fmt lock dist bench trace clients docs
+.PHONY: install dev serve test pythons stress check audit fmt lock dist bench trace clients suites docs
 .DEFAULT_GOAL := install
 
 install: $(RUN)     ## build .venv with what a server needs
@@ -72,3 +72,9 @@ clients: dev        ## run third-party clients against a server; needs npm and a
 	test -x build/clients/aider/bin/aider || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/clients/aider
 	$(BIN)/uv pip install --quiet --python build/clients/aider/bin/python -r tools/clients/requirements.txt
 	PYTHONPATH=. $(BIN)/python -m tools.clients.run build/clients $(ARGS)
+
+suites: dev         ## run the tests of other projects; ARGS="--llama-tests PATH" of a llama.cpp checkout
+	mkdir -p build/suites
+	test -x build/suites/venv/bin/python || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/suites/venv
+	$(BIN)/uv pip install --quiet --python build/suites/venv/bin/python -r tools/suites/requirements.txt
+	PYTHONPATH=. $(BIN)/python -m tools.suites.run build/suites $(ARGS)

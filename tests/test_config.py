@@ -60,6 +60,8 @@ EVERY: dict[str, tuple[str, Any]] = {
     "reasoning_format": ("none", "none"),
     "key_ttl": ("60", 60.0),
     "projects": ("{a: {system_prompt: x}}", {"a": Preset(system_prompt="x")}),
+    "any_model_name": ("true", True),
+    "aliases": ("{gpt-*: smollm2}", {"gpt-*": "smollm2"}),
     "threads": ("3", 3),
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),
@@ -74,6 +76,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "top_p": ("1", 1.0),
     "repetition_penalty": ("1.1", 1.1),
     "repetition_context_size": ("64", 64),
+    "seed": ("7", 7),
 }
 
 

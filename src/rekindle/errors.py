@@ -12,6 +12,9 @@ import msgspec
 
 from rekindle.protocol.events import ErrorInfo
 
+#: llama.cpp's type for a prompt that is too long. OpenAI's clients look at `code` instead.
+CONTEXT_EXCEEDED = "exceed_context_size_error"
+
 
 class RekindleError(Exception):
     """An error whose message is written for a person."""
@@ -76,8 +79,17 @@ class ServerError(RekindleError):
         """The error as it travels from a runtime to the front."""
         return msgspec.convert(self, ErrorInfo, from_attributes=True)
 
-    def body(self) -> dict[str, dict[str, str | None]]:
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+    def body(self) -> dict[str, dict[str, str | int | None]]:
+        """OpenAI's error object. A prompt that is too long has llama.cpp's figures, too."""
+        error: dict[str, str | int | None] = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        if self.tokens is not None and self.limit is not None:
+            figures = {"n_prompt_tokens": self.tokens, "n_ctx": self.limit}
+            error |= {"type": CONTEXT_EXCEEDED, **figures}
         return {"error": error}
 
 

@@ -23,6 +23,43 @@ MEDIA_BIT = 1 << 31  # set only in the ids of pictures
 MIN_MEDIA_TOKENS = 4  # fewer ids would hold too little of a digest to tell pictures apart
 
 
+#: Spellings of the tokens for filling in the middle, by family of models.
+_PREFIX = ("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<|code_prefix|>")
+_SUFFIX = ("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<|code_suffix|>")
+_MIDDLE = ("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<|code_middle|>")
+_REPOSITORY = ("<|repo_name|>", "<|reponame|>", "<reponame>")
+_FILE = ("<|file_sep|>", "<file_sep>", "<|file_separator|>")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FimTokens:
+    """The tokens with which a model was trained to fill a gap in a text."""
+
+    prefix: int
+    suffix: int
+    middle: int
+    repository: int | None = None  # before the name of a repository
+    file: int | None = None  # before the name of a file
+
+    @classmethod
+    def named(cls, control_texts: Mapping[str, int]) -> FimTokens | None:
+        """Find the tokens by their usual spellings. None if the model lacks one of the first."""
+
+        def find(spellings: tuple[str, ...]) -> int | None:
+            return next((control_texts[each] for each in spellings if each in control_texts), None)
+
+        prefix, suffix, middle = map(find, (_PREFIX, _SUFFIX, _MIDDLE))
+        if prefix is None or suffix is None or middle is None:
+            return None
+        return cls(
+            prefix=prefix,
+            suffix=suffix,
+            middle=middle,
+            repository=find(_REPOSITORY),
+            file=find(_FILE),
+        )
+
+
 class Tokenizer(Protocol):
     """A model's vocabulary. Thread-safe."""
 
@@ -47,6 +84,10 @@ class Tokenizer(Protocol):
     @property
     def control_texts(self) -> Mapping[str, int]:
         """The text of every control token, and its id."""
+
+    @property
+    def fim(self) -> FimTokens | None:
+        """The tokens for filling in the middle. None: the model has none."""
 
     @property
     def longest_bytes(self) -> int:

@@ -50,6 +50,7 @@ class Vocabulary:
         self.size = len(self._bytes) + len(CONTROL)
         self.eos: int | None = None
         self.end_tokens = frozenset[int]()
+        self.fim = None
         self.longest_bytes = max(map(len, [*MERGES, *(text.encode() for text in CONTROL)]))
         self.encoded: list[tuple[str, bool]] = []
 

@@ -65,6 +65,22 @@ def test_the_index_page_lists_the_models() -> None:
     assert "<code>&lt;other&gt;</code>: loading" in page
 
 
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_the_index_of_a_server_with_keys_shows_nothing_without_one(key: str | None) -> None:
+    """Browsers get a page that says what to do, and not an error."""
+    front = Front(api_key=("secret",))
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = front.get("/", headers=headers)
+    assert answer.status_code == 200
+    assert "needs an API key" in answer.text
+    assert "tiny" not in answer.text
+    assert __version__ not in answer.text
+    told = front.get("/", headers={**headers, "accept": "application/json"}).json()
+    assert told == {"name": "rekindle", "needs_key": True, "links": {"health": "/health"}}
+    with_key = front.get("/", headers={"authorization": "Bearer secret"})
+    assert "<code>tiny</code>" in with_key.text
+
+
 def test_each_link_of_the_index_page_is_served() -> None:
     links = Page(Front().get("/").text).links
     assert {"/docs", "/openapi.json", "/v1/models"} <= set(links)

@@ -14,6 +14,7 @@ from rekindle.front.dialect_answers import ANSWERS
 from rekindle.front.openai_answers import Response
 from rekindle.front.openapi import forms_of, texts
 from rekindle.protocol.events import CacheReport, Divergence, Reason
+from rekindle.api.llama_server.errors import speaks_llama_server
 from tests.api.scripted import Front, ScriptedRuntime, calling, finished, reasoning, reply
 
 
@@ -48,6 +49,8 @@ def test_each_role_of_a_message_has_its_required_fields(document: dict[str, Any]
 def shape_of(path: str) -> str:
     """Return the name of the error type of a path's dialect."""
     dialects = {"/v1/messages": "AnthropicErrorBody", "/api/": "OllamaErrorBody"}
+    if speaks_llama_server(path):
+        return "LlamaErrorBody"
     shapes = (shape for start, shape in dialects.items() if path.startswith(start))
     return next(shapes, "ErrorBody")
 

@@ -26,6 +26,18 @@ KEY = {"Authorization": "Bearer secret"}
 PAGE = {"Origin": "http://localhost:3000"}
 
 
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/batches", "/v1/audio/transcriptions"])
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_what_openai_serves_and_this_server_does_not_is_not_found(method: str, path: str) -> None:
+    """Uploads are forms. A client learns that there is no such path, not that it is no JSON."""
+    body = {"files": {"file": ("a.txt", b"x")}} if method == "POST" else {}
+    answer = Front().request(method, path, **body)
+    assert (answer.status_code, error(answer)["code"]) == (404, "not_found")
+
+
+OPEN = ("/", "/health")  # the first shows less without a key
+
+
 def routes() -> list[str]:
     """Return every path that the application serves, including its pages."""
     listed = (route for router in ROUTERS for route in router.routes)
@@ -44,7 +56,7 @@ def spellings(path: str) -> list[str]:
 @pytest.mark.parametrize(
     "headers", [{}, {"Authorization": "Bearer wrong"}, {"X-Api-Key": "wrong"}, PAGE]
 )
-@pytest.mark.parametrize("path", [path for path in routes() if path != "/health"])
+@pytest.mark.parametrize("path", [path for path in routes() if path not in OPEN])
 def test_every_path_needs_the_key(path: str, headers: dict[str, str]) -> None:
     front = Front(api_key=["secret"])
     for spelled in spellings(path):

@@ -39,6 +39,7 @@ class Letters:
     eos: int | None = None
     add_bos = False
     longest_bytes = 16
+    fim = None
 
     def __init__(self, control: Sequence[str], ends: Sequence[str], *, bos: str = "") -> None:
         self._pieces = [bytes([value]) for value in range(256)] + MERGES

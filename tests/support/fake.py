@@ -53,6 +53,7 @@ class NumberTokenizer:
     end_tokens: frozenset[int] = frozenset()
     control_texts: dict[str, int] = {}  # noqa: RUF012 - a protocol's plain attribute
     longest_bytes = len("999 ")
+    fim = None
 
     def text(self, token: int | None) -> str:
         return "" if token is None else str(token)

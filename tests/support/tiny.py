@@ -88,6 +88,16 @@ class TinyModel:
         self.writer.close()
 
 
+class CodeModel(TinyModel):
+    """A model whose control tokens are those for filling in the middle."""
+
+    def _add_vocabulary(self) -> None:
+        super()._add_vocabulary()
+        self.writer.add_uint32("tokenizer.ggml.fim_pre_token_id", 0)
+        self.writer.add_uint32("tokenizer.ggml.fim_suf_token_id", 1)
+        self.writer.add_uint32("tokenizer.ggml.fim_mid_token_id", 2)
+
+
 def write_llama(
     path: Path,
     *,

@@ -19,14 +19,18 @@ def unknown_setting(name: str, known: Iterable[str], spell: Spell) -> str:
     return f"unknown setting {spell(name)}{hint}"
 
 
-def _parse_yaml(value: object) -> object:
-    """Parse presets from an environment variable, which has the same content as the file."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
-        raise ValueError("takes YAML: the projects by name") from None
+def _parse_yaml(what: str) -> BeforeValidator:
+    """Parse an environment variable, which has the same content as the file."""
+
+    def parse(value: object) -> object:
+        if not isinstance(value, str):
+            return value
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"takes YAML: {what}") from None
+
+    return BeforeValidator(parse)
 
 
 def _expand_tool_names(tools: object) -> object:
@@ -85,4 +89,6 @@ class Preset(_Section):
     cache: PresetCache = PresetCache()
 
 
-Presets = Annotated[dict[str, Preset], BeforeValidator(_parse_yaml)]
+Presets = Annotated[dict[str, Preset], _parse_yaml("the projects by name")]
+Pattern = Annotated[str, Field(min_length=1, max_length=256)]
+Aliases = Annotated[dict[Pattern, Pattern], _parse_yaml("the served model by name or pattern")]

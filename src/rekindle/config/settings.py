@@ -13,7 +13,7 @@ from annotated_types import Gt, Interval
 from pydantic import AfterValidator, BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from rekindle.config.presets import Presets
+from rekindle.config.presets import Aliases, Presets
 from rekindle.media.addresses import parse_listed
 from rekindle.protocol.settings import (
     COUNT_LIMIT,
@@ -44,6 +44,7 @@ def _check_host(host: str) -> str:
 Port = Annotated[int, Interval(ge=0, le=65535)]
 OptionalPort = Annotated[int | None, Interval(ge=0, le=65535)]
 OptionalTokens = Annotated[int | None, Interval(ge=1, le=COUNT_LIMIT)]
+OptionalSeed = Annotated[int | None, Interval(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Gt(0)]
 Temperature = Annotated[float, Interval(ge=0, le=100)]
 Probability = Annotated[float, Interval(gt=0, le=1)]
@@ -69,6 +70,12 @@ class Config(RuntimeSettings):
         Names,
         _server("Catalogue name, GGUF file, MLX folder or org/repo[:quant]; repeatable", "smollm2"),
     ] = ()
+    any_model_name: Annotated[
+        bool, _server("Answer requests for unknown models with the model that is served")
+    ] = False
+    aliases: Annotated[
+        Aliases, _server("Other names of models; * stands for any text", flag=False)
+    ] = dataclasses.field(default_factory=dict)
     embedding_model: Annotated[
         Names, _server("Embedding model or reranker; repeatable; without a value minilm")
     ] = ()
@@ -138,6 +145,7 @@ class Config(RuntimeSettings):
     top_p: Annotated[Probability, _request_default] = 0.9
     repetition_penalty: Annotated[Penalty, _request_default] = 1.0
     repetition_context_size: Annotated[Count, _request_default] = 20
+    seed: Annotated[OptionalSeed, _request_default] = None
 
     # These two are not settings.
     given: Mapping[str, str] = dataclasses.field(default_factory=dict)  # setting: where it was set

@@ -25,6 +25,8 @@ from rekindle.api.base.models import ServedModels
 from rekindle.api.base.reply import ClientGone
 from rekindle.api.base.request import MEDIA
 from rekindle.api.cache import entries, files, internal, prepare, stats
+from rekindle.api.llama_server import routes as llama_server
+from rekindle.api.llama_server.errors import LLAMA_ERRORS, speaks_llama_server
 from rekindle.api.ollama import embed as ollama_embed
 from rekindle.api.ollama import models as ollama_models
 from rekindle.api.ollama import routes as ollama
@@ -67,7 +69,7 @@ ROUTERS = (
     ollama_embed.router,
     ollama_models.pull_router,
     openai.models_router,
-    tokens.props_router,
+    llama_server.router,
     prepare.router,
     files.router,
     stats.router,
@@ -156,6 +158,8 @@ def _error_format(path: str, headers: Headers) -> ErrorFormat:
         return ANTHROPIC_ERRORS
     if speaks_responses(path):
         return RESPONSES_ERRORS
+    if speaks_llama_server(path):
+        return LLAMA_ERRORS
     return OLLAMA_ERRORS if speaks_ollama(path) else OPENAI_ERRORS
 
 

@@ -20,8 +20,10 @@ from starlette.responses import HTMLResponse, Response
 
 from rekindle.api.base.models import models_of
 from rekindle.front.openapi import BOUNDS, REF, Schema, by_section, forms_of, refs
+from rekindle.http.auth import caller_of
 from rekindle.http.responses import JsonResponse
 from rekindle.version import __version__
+from rekindle.worker.client import RuntimeClient
 
 LINKS = {
     "docs": "/docs",
@@ -31,6 +33,7 @@ LINKS = {
     "health": "/health",
     "metrics": "/metrics",
 }
+PUBLIC_LINKS = {"health": "/health"}
 #: How the page writes the limits in a JSON schema.
 LIMIT_TEXTS = {
     "minimum": "from {:,}",
@@ -55,20 +58,27 @@ router = APIRouter(tags=["pages"], include_in_schema=False)
 
 @router.get("/")
 async def show_index(request: Request) -> Response:
-    """Describe the server, as a page or, for programs that ask for it, as JSON."""
-    found: dict[str, Any] = {
-        "name": "rekindle",
-        "version": __version__,
-        "models": [
-            {"id": each.name, "max_model_len": each.ready.context_tokens if each.ready else None}
-            for each in models_of(request).all
-        ],
-        "links": LINKS,
-    }
+    """Describe the server, as a page or, for programs that ask for it, as JSON.
+
+    Somebody without an API key learns only that the server needs one.
+    """
+    found: dict[str, Any] = {"name": "rekindle", "needs_key": True, "links": PUBLIC_LINKS}
+    if not caller_of(request).is_unknown:
+        found = {
+            "name": "rekindle",
+            "version": __version__,
+            "models": [_listed(each) for each in models_of(request).all],
+            "links": LINKS,
+        }
     accept = request.headers.get("accept", "")
     if "json" in accept and "html" not in accept:  # browsers ask for HTML
         return JsonResponse(found)
     return _page("index.html", **found)
+
+
+def _listed(runtime: RuntimeClient) -> dict[str, Any]:
+    ready = runtime.ready
+    return {"id": runtime.name, "max_model_len": ready.context_tokens if ready else None}
 
 
 @router.get("/docs")

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from rekindle.api.base.models import (
     ServedModels,
+    alias_models,
     described_tools,
     preset_models,
     served_embedders,
@@ -84,6 +85,7 @@ def check_settings(config: Config) -> None:
             if folder is not None and not folder.is_dir():
                 raise ConfigError(f"`--{flag}`: there is no folder {folder}")
     served_embedders(config)
+    alias_models(config)
     preset_models(config)
     for name, preset in config.projects.items():
         described_tools(name, preset)

@@ -38,6 +38,11 @@ class Caller:
     salt: bytes
     admin: bool
 
+    @property
+    def is_unknown(self) -> bool:
+        """Whether a server with keys has got none from this caller."""
+        return self.salt == OPEN_SALT and not self.admin
+
 
 def key_digest(key: str) -> bytes:
     return blake3(key.encode(), derive_key_context="rekindle 2026 api key salt").digest()

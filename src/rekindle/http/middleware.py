@@ -16,10 +16,10 @@ from urllib.parse import urlsplit
 import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rekindle.errors import BadRequest, Forbidden, ServerError, Unavailable
+from rekindle.errors import BadRequest, ServerError, Unauthorized, Unavailable
 from rekindle.http.auth import CALLER, LOOPBACK, OPEN_SALT, Caller, Keys
 from rekindle.http.body import BODY, HeldBytes, LimitedBody, check_announced_size, upload
 from rekindle.http.logs import REQUEST_ID_HEADER, request_context
@@ -92,6 +92,7 @@ DRAIN_CHECK_S = 0.5
 SERVICE_RESTART, POLICY_VIOLATION = 1012, 1008  # codes with which a WebSocket ends
 RECEIVED = "rekindle.received_s"  # the time's key in the request's scope
 OPEN_PATHS = {"/health"}  # need no API key
+PUBLIC_PAGE = "/"  # shows less without a key
 UPLOADS = {"/v1/cache/import"}  # take a file of any size
 FILE_TYPE = "application/octet-stream"  # a page of another origin needs permission to send it
 OLLAMA_PREFIX = "/api/"  # Ollama's documentation calls it with `curl -d`, without a content type
@@ -105,10 +106,6 @@ class WrongContentType(BadRequest):
 
 class WrongHost(BadRequest):
     status, code = 421, "wrong_host"
-
-
-class OriginNotAllowed(Forbidden):
-    code = "origin_not_allowed"
 
 
 def received_s(request: Request) -> float:
@@ -208,7 +205,7 @@ class RequestMiddleware:
                 await self._cors.preflight(headers)(scope, receive, send)
                 return
             caller = self._identify(scope, headers)
-            if scope["method"] == "POST":
+            if scope["method"] == "POST" and not self._is_unserved(path):
                 _check_content(headers, path)
             self._drain.check()
         except ServerError as error:
@@ -242,7 +239,16 @@ class RequestMiddleware:
     def _identify(self, scope: Scope, headers: Headers) -> Caller:
         if scope["path"] in OPEN_PATHS:
             return Caller(OPEN_SALT, admin=False)
+        if scope["path"] == PUBLIC_PAGE:
+            with contextlib.suppress(Unauthorized):
+                return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+            return Caller(OPEN_SALT, admin=False)
         return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+
+    def _is_unserved(self, path: str) -> bool:
+        """Whether the router will answer 404, whatever the body is. OpenAI has such paths."""
+        first, _, rest = path[1:].partition("/")
+        return first == "v1" and rest.partition("/")[0] not in self._versioned
 
     def _with_version(self, path: str) -> str:
         """Add /v1 if it is missing, because clients differ in the base URL that they take."""
@@ -313,16 +319,16 @@ class Cors:
     def check(self, origin: str | None) -> None:
         """Raise OriginNotAllowed for a page of another origin. None: not a page."""
         if origin is not None and not self._allows(origin):
-            origin = origin[:128]
-            raise OriginNotAllowed(
-                f'Origin "{origin}" is not allowed. Start the server with --cors-origin {origin}.'
-            )
+            raise OriginNotAllowed(_refusal(origin))
 
     def preflight(self, headers: Headers) -> Response:
         """Answer a browser's question before it sends the request. It comes without a key."""
-        self.check(headers["origin"])
+        if not self._allows(headers["origin"]):
+            # Without the headers below, the browser refuses to send the request. Some tools take
+            # any other status than 200 for a broken server.
+            return PlainTextResponse(_refusal(headers["origin"]))
         allowed = {
-            "access-control-allow-methods": "GET, HEAD, POST, DELETE, OPTIONS",
+            "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
             "access-control-max-age": "600",
         }
         names = headers.get("access-control-request-headers", "")
@@ -330,11 +336,16 @@ class Cors:
             allowed["access-control-allow-headers"] = names
         if headers.get("access-control-request-private-network") == "true":
             allowed["access-control-allow-private-network"] = "true"
-        return Response(status_code=204, headers=allowed)
+        return Response(headers=allowed)
 
     def _allows(self, origin: str) -> bool:
         is_listed = not self._origins.isdisjoint(("*", origin))
         return is_listed or (self._loopback and _is_local_origin(origin))
+
+
+def _refusal(origin: str) -> str:
+    origin = origin[:128]
+    return f'Origin "{origin}" is not allowed. Start the server with --cors-origin {origin}.'
 
 
 def _is_local_origin(origin: str) -> bool:

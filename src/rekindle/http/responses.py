@@ -68,6 +68,8 @@ class ErrorDetails(BaseModel):
     type: str
     param: str | None
     code: str | None
+    n_prompt_tokens: int | None = None  # of a prompt that is too long
+    n_ctx: int | None = None
 
 
 class ErrorBody(BaseModel):

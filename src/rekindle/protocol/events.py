@@ -38,6 +38,8 @@ class TokenLogprob(Struct, array_like=True):
     piece: bytes
     logprob: float
     top: list[tuple[bytes, float]]
+    token: int = -1
+    top_tokens: list[int] = []
 
 
 class TextDelta(Struct, tag=True):
@@ -45,6 +47,7 @@ class TextDelta(Struct, tag=True):
 
     text: str
     logprobs: list[TokenLogprob] | None = None
+    tokens: list[int] | None = None  # sampled since the previous part, if the request asks for them
 
 
 class ReasoningDelta(Struct, tag=True):
@@ -137,6 +140,7 @@ class Started(Struct, tag=True):
     prompt_tokens: int
     reused_tokens: int
     cache: CacheReport | None = None  # as far as it is known before prefill
+    prompt: str | None = None  # its text with control tokens, if the request asks for it
 
 
 class Prefill(Struct, tag=True):

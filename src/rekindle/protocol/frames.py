@@ -69,6 +69,7 @@ class Ready(Struct, tag=True):
     vocabulary: int = 0  # number of token ids
     bos: str = ""  # text of the control token; empty: the model has none
     eos: str = ""
+    end_tokens: tuple[int, ...] = ()  # with which the model ends its turn
     has_reasoning: bool = False  # the model reasons before it answers
     engine: str = ""  # its name
     architecture: str = ""  # the engine's name for it

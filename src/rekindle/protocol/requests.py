@@ -84,6 +84,7 @@ class SamplingParams:
     dry_penalty_last_n: int = -1  # -1: the whole context
     dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    text_bias: Sequence[tuple[str, float]] = ()  # for every token of a text
     bad_words: Sequence[str] = ()
     min_tokens: int = 0  # the reply cannot end before it has this many tokens
     seed: int | None = None
@@ -140,6 +141,21 @@ class StructuredOutput(Struct, kw_only=True):
     param: str = "response_format"  # the request field, for error messages
 
 
+class ExtraFile(Struct):
+    """A file, or a part of one, that helps to fill a gap in another file."""
+
+    filename: str
+    text: str
+
+
+class Infill(Struct, kw_only=True):
+    """The text around a gap (fill in the middle). The prompt is the start of what goes into it."""
+
+    prefix: str = ""
+    suffix: str = ""
+    extra: list[ExtraFile] = []
+
+
 class Choice(Struct, kw_only=True):
     """Another reply to the same prompt, with the fields that differ from the first reply."""
 
@@ -149,7 +165,7 @@ class Choice(Struct, kw_only=True):
 
 
 class GenerateRequest(Struct, tag=True, kw_only=True):
-    """One turn: a chat (`messages`) or a completion (`prompt`, as text or token ids).
+    """One turn: a chat (`messages`) or a completion (`prompt`: text, token ids, or both mixed).
 
     `more_choices` adds one turn per choice. They share the prompt, which travels only once.
     """
@@ -166,7 +182,8 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     normalise: Normalise = True
     names: Names | None = None
     prepare: Prepare | None = None
-    prompt: str | list[int] | None = None
+    prompt: str | list[int | str] | None = None
+    infill: Infill | None = None  # the prompt is text within a gap
     template_kwargs: dict[str, Any] = {}
     add_generation_prompt: bool = True  # end the prompt with the template's start of a reply
     continue_final_message: bool = False  # leave the last message open; the reply continues it
@@ -183,6 +200,9 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     kv_quantization_start: int = 5000  # up to this length the default KV type is used
     salt: bytes = b""  # of the tenant
     progress: bool = False
+    returns_tokens: bool = False  # TextDelta has the ids of its tokens
+    returns_prompt: bool = False  # Started has the text of the prompt
+    max_generate_s: float | None = None  # ends a reply with a line break after this time
     received_s: float | None = None  # on the machine's monotonic clock
     request_id: str | None = None  # of the HTTP request, for the log
 

@@ -102,6 +102,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             vocabulary=tokenizer.size,
             bos=tokenizer.text(tokenizer.bos),
             eos=tokenizer.text(tokenizer.eos),
+            end_tokens=tuple(sorted(tokenizer.end_tokens)),
             has_reasoning=self._runtime.input_processor.has_reasoning,
             engine=self._engine_name,
             architecture=capabilities.architecture,

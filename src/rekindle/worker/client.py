@@ -58,6 +58,11 @@ class RuntimeClient:
         return self.ready
 
     @property
+    def file_name(self) -> str:
+        """Name of the model's file or folder. Its path would show clients the operator's disk."""
+        return Path(self._load.path).name
+
+    @property
     def file(self) -> ModelFile:
         return ModelFile.at(Path(self._load.path))
 

@@ -130,6 +130,7 @@ PROMPT_OF_MESSAGES: dict[str, Bound] = {
     "normalise": (6, "dates", at("normalise", messages=[USER], max_tokens=5)),
 }
 HELLO = {"messages": [USER]}
+GAP = {"input_prefix": "a", "input_suffix": "b"}
 
 #: The lists of each endpoint: the bound, an item or a function of its number, and the body.
 LISTS: dict[str, dict[str, Bound]] = {
@@ -137,6 +138,7 @@ LISTS: dict[str, dict[str, Bound]] = {
         **structure(**HELLO),
         **{
             "resize": (2, 64, at("resize", **HELLO)),
+            "functions": (128, lambda number: {"name": f"f{number}"}, at("functions", **HELLO)),
             "tool_choice.allowed_tools.tools": (
                 128,
                 NAMED,
@@ -156,6 +158,19 @@ LISTS: dict[str, dict[str, Bound]] = {
         "prompt": (128, "x", at("prompt")),
         "prompt[]": (ANY_LENGTH, 1, lambda items: {"prompt": [items]}),
     },
+    "/completion": {
+        **structure(prompt="hello"),
+        "prompt": (128, "x", at("prompt")),
+        "prompt[]": (ANY_LENGTH, 1, lambda items: {"prompt": [items]}),
+        "response_fields": (64, "content", at("response_fields", prompt="hello")),
+    },
+    "/infill": {
+        **structure(**GAP),
+        "input_extra": (1000, {"filename": "f", "text": "x"}, at("input_extra", **GAP)),
+        "response_fields": (64, "content", at("response_fields", **GAP)),
+    },
+    "/embedding": {"content": (2048, "x", at("content"))},
+    "/v1/chat/completions/input_tokens": chat(),
     "/v1/embeddings": {
         "input": (2048, "x", at("input")),
         "input[]": (ANY_LENGTH, 1, lambda items: {"input": [items]}),

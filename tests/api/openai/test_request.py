@@ -42,6 +42,7 @@ def test_a_request_that_says_nothing_gets_the_documented_defaults() -> None:
         "dry_penalty_last_n": -1,
         "dry_sequence_breakers": ("\n", ":", '"', "*"),
         "logit_bias": {},
+        "text_bias": (),
         "bad_words": (),
         "min_tokens": 0,
         "seed": None,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from openai.types import Completion
 
-from rekindle.protocol.events import TokenLogprob
+from rekindle.protocol.events import Started, TokenLogprob
+from rekindle.protocol.requests import Infill
 from tests.api.scripted import Front, ScriptedRuntime, chunks, error, events, finished, hit, reply
 
 
@@ -137,13 +138,6 @@ def test_an_impossible_token_has_a_score_that_json_can_write() -> None:
     assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"y": -9999.0}]
 
 
-def test_echo_is_refused_rather_than_ignored() -> None:
-    refused = Front().complete(echo=True)
-    assert refused.status_code == 400
-    assert error(refused)["param"] == "echo"
-    assert Front().complete(echo=False).status_code == 200
-
-
 @pytest.mark.parametrize(
     ("settings", "fields", "limit"),
     [
@@ -160,3 +154,56 @@ def test_a_completion_without_a_limit_is_as_long_as_the_server_is_set_to(
     front = Front(**settings)
     assert front.complete(**fields).is_success
     assert front.runtime.requested.max_tokens == limit
+
+
+@pytest.mark.parametrize("prompt", ["once", [5, 6]])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_begins_with_the_prompt(prompt: Any, *, stream: bool) -> None:
+    """A prompt of text is echoed as it was sent, and tokens as their text."""
+    script = [Started(0, 10, 0, prompt="<s>five six"), *reply("Hel", "lo")[1:]]
+    front = Front(ScriptedRuntime(script))
+    if stream:
+        text = "".join(each["text"] for each in streamed(front, prompt=prompt, echo=True))
+    else:
+        text = front.complete(prompt=prompt, echo=True).json()["choices"][0]["text"]
+    assert text == ("once" if prompt == "once" else "<s>five six") + "Hello"
+    assert front.runtime.requested.returns_prompt
+
+
+def test_an_echo_has_no_log_probabilities() -> None:
+    told = error(Front().complete(echo=True, logprobs=1))
+    assert told["param"] == "echo"
+
+
+def test_a_suffix_makes_the_prompt_the_text_before_a_gap() -> None:
+    front = Front()
+    assert front.complete(prompt="def f(", suffix="return 1").status_code == 200
+    assert front.runtime.requested.prompt == ""
+    assert front.runtime.requested.infill == Infill(prefix="def f(", suffix="return 1")
+    assert error(front.complete(prompt=[1], suffix="x"))["param"] == "suffix"
+    assert Front().complete(suffix="").status_code == 200, "an empty one is none"
+
+
+def test_the_best_answers_are_the_likeliest_ones() -> None:
+    """By the mean log probability of their tokens. All of them count as usage."""
+    scripts = [
+        reply(text, logs=[[log(text.encode(), score)]])
+        for text, score in (("bad", -3.0), ("best", -0.1), ("good", -1.0))
+    ]
+    front = Front(ScriptedRuntime(*scripts))
+    answer = front.complete(best_of=3, n=2).json()
+    assert [(each["index"], each["text"]) for each in answer["choices"]] == [
+        (0, "best"),
+        (1, "good"),
+    ]
+    assert all(each["logprobs"] is None for each in answer["choices"])
+    assert answer["usage"]["completion_tokens"] == 3
+    shown = Front(ScriptedRuntime(*scripts)).complete(best_of=3, logprobs=1).json()["choices"]
+    assert [each["logprobs"]["tokens"] for each in shown] == [["best"]]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"best_of": 1, "n": 2}, {"best_of": 2, "stream": True}, {"best_of": 0}]
+)
+def test_a_best_of_that_cannot_be_ranked_is_refused(fields: dict[str, Any]) -> None:
+    assert error(Front().complete(**fields))["param"] == "best_of"

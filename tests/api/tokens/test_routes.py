@@ -1,4 +1,4 @@
-"""POST /v1/tokenize with many tokens, and GET /props."""
+"""POST /v1/tokenize with many tokens, and counting those of a chat."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from rekindle.api.tokens.routes import MAX_TEXT_BYTES, PART_TOKENS, TokenizeRequest, _parts
 from rekindle.http.body import BodyLimits
-from rekindle.protocol.admin import Tokenized, pack_ids
+from rekindle.protocol.admin import Tokenize, Tokenized, pack_ids
 from tests.api.scripted import Front, ScriptedRuntime, error
 from tests.kvcache.measure import peak_bytes
 
@@ -76,21 +76,13 @@ def test_the_tokens_of_an_answer_count_as_memory_in_flight(monkeypatch: pytest.M
     assert front.post("/v1/tokenize", {"content": "x"}).status_code == 200
 
 
-def test_props_show_context_template_and_modalities() -> None:
-    front = Front(ScriptedRuntime(name="tiny"), ScriptedRuntime(name="seeing", sees=True))
-    found = front.get("/props").json()
-    assert found["default_generation_settings"]["n_ctx"] == 4096
-    assert found["model_alias"] == "tiny"
-    assert found["chat_template"] == "{{ x }}"
-    assert found["modalities"] == {"vision": False, "audio": False}
-    assert found["total_slots"] >= 1
-    assert front.get("/props?model=seeing").json()["modalities"]["vision"] is True
-    assert front.get("/props", headers={"x-model-id": "1"}).json()["model_alias"] == "seeing"
-
-
-def test_a_model_that_is_away_is_unavailable() -> None:
-    front = Front()
-    front.runtimes[0].supervisor.ready = None
-    answer = front.get("/props")
-    assert answer.status_code == 503
-    assert "loading" in error(answer)["message"]
+def test_the_tokens_of_a_chat_are_counted_without_sending_them() -> None:
+    """llama.cpp's `/chat/completions/input_tokens`, with and without /v1."""
+    front = Front(ScriptedRuntime(answers=lambda _op: Tokenized(21, 4096)))
+    for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
+        answer = front.post(path, {"messages": [{"role": "user", "content": "hi"}]})
+        assert answer.json() == {"object": "response.input_tokens", "input_tokens": 21}
+    op = front.runtime.admin_requests[0].op
+    assert isinstance(op, Tokenize)
+    assert not op.with_tokens
+    assert op.messages == [{"role": "user", "content": "hi"}]

@@ -24,6 +24,7 @@ class ByteVocabulary:
     bos = eos = None
     add_bos = False
     longest_bytes = 16
+    fim = None
 
     def __init__(self, control: Sequence[str] = ()) -> None:
         self.pieces = [bytes([value]) for value in range(256)] + MERGES

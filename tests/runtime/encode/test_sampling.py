@@ -39,6 +39,11 @@ def encode(sampling: SamplingParams, tokenizer: Tokenizer | None = None) -> Samp
     return SamplingEncoder(tokenizer or Words()).encode(sampling)
 
 
+def test_the_bias_of_a_text_counts_for_each_of_its_tokens() -> None:
+    sampling = SamplingParams(logit_bias={1: 2.0}, text_bias=[("ca", -5.0)])
+    assert encode(sampling).logit_bias == {1: 2.0, 2: -5.0, 0: -5.0}
+
+
 @pytest.mark.parametrize(
     ("word", "banned"),
     [

@@ -9,7 +9,9 @@ import pytest
 
 from rekindle.engine.base import EngineOptions, Sampled
 from rekindle.errors import BadRequest, ContextTooLong
+from rekindle.protocol.events import Delta, Started, TextDelta
 from rekindle.protocol.requests import SamplingParams, StructuredOutput, ToolUse
+from rekindle.runtime.schedule.output import TimeLimit
 from tests.chat.tool_templates import HERMES
 from tests.support.conversations import Conversations
 from tests.support.fake import FakeEngine
@@ -186,3 +188,58 @@ def test_calls_beyond_the_most_are_left_out(most: int | None, made: int) -> None
         turn.output.finish("stop")
     assert len(turn.output.message.tool_calls) == made
     assert turn.output.finish_reason == "tool_calls"
+
+
+def parts(reply: Reply) -> list[TextDelta]:
+    found = (event.part for event in reply.events if isinstance(event, Delta))
+    return [part for part in found if isinstance(part, TextDelta)]
+
+
+def test_a_reply_can_show_the_ids_of_its_tokens(harness: RuntimeHarness) -> None:
+    """Every token is in one part, also those whose text waits for the rest of a character."""
+    reply = ask(harness, returns_tokens=True, ignore_eos=True, max_tokens=40)
+    assert [token for part in parts(reply) for token in part.tokens or ()] == reply.tokens
+    assert all(part.tokens is None for part in parts(ask(harness)))
+
+
+def test_log_probabilities_have_the_ids_of_their_tokens(harness: RuntimeHarness) -> None:
+    reply = ask(harness, top_logprobs=3, ignore_eos=True)
+    found = [each for part in parts(reply) for each in part.logprobs or ()]
+    assert [each.token for each in found] == reply.tokens
+    tokenizer = harness.runtime.engine.tokenizer
+    for each in found:
+        best = [tokenizer.piece(token, special=True) for token in each.top_tokens]
+        assert best == [piece for piece, _ in each.top]
+
+
+def test_a_turn_can_show_its_prompt_as_text(harness: RuntimeHarness) -> None:
+    shown = [each for each in ask(harness, returns_prompt=True).events if isinstance(each, Started)]
+    assert [each.prompt for each in shown] == [TEXT]
+    plain = [each for each in ask(harness).events if isinstance(each, Started)]
+    assert [each.prompt for each in plain] == [None]
+
+
+def test_a_time_limit_waits_for_the_end_of_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr("rekindle.runtime.schedule.output.time.monotonic", lambda: now_s)
+    limit = TimeLimit(2.0)
+    assert not limit.is_over("a")
+    now_s = 103.0
+    assert not limit.is_over("still the first line")
+    assert limit.is_over("\n")
+    quick = TimeLimit(2.0)
+    assert not quick.is_over("a\nb"), "the time begins with the first token"
+    now_s = 104.0
+    assert not quick.is_over("c")
+    now_s = 106.0
+    assert quick.is_over("d")
+
+
+def test_a_reply_ends_at_its_time_limit(harness: RuntimeHarness) -> None:
+    """A limit of no time ends the reply at its first line break, with the reason `length`."""
+    newline = harness.runtime.engine.tokenizer.encode("\n", special=False)
+    bias: dict[str, Any] = {"logit_bias": {newline[0]: 100.0}, "ignore_eos": True, "max_tokens": 30}
+    reply = ask(harness, max_generate_s=1e-9, **bias)
+    assert len(reply.tokens) <= 2
+    assert reply.finished.reason == "length"
+    assert len(ask(harness, **bias).tokens) == 30

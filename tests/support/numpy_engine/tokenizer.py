@@ -21,6 +21,7 @@ class ByteTokenizer:
     add_bos = False
     end_tokens = frozenset({0, 2})
     longest_bytes = max(map(len, CONTROL))
+    fim = None
 
     def __init__(self) -> None:
         self.control_texts: Mapping[str, int] = {text: n for n, text in enumerate(CONTROL)}

@@ -80,8 +80,8 @@ def _runtime(models: ServedModels, model: str | None, number: str | None) -> Run
     """Let the default model answer for names like claude-…, which clients have built in for small
     tasks. The answer names the model that wrote it."""
     is_built_in = model is not None and model.startswith("claude-")
-    served = {runtime.name for runtime in models.all}
-    return models.runtime(None if is_built_in and model not in served else model, number)
+    is_unknown = is_built_in and model is not None and not models.knows(model)
+    return models.runtime(None if is_unknown else model, number)
 
 
 class VersionedRoute(APIRoute):

@@ -81,3 +81,57 @@ def _value(data: Mapping[str, Any], name: str) -> Any:
     outer, _, inner = name.partition(".")
     inside = data.get(outer) if inner else None
     return inside.get(inner) if isinstance(inside, dict) else None
+
+
+TRIGGER = "a grammar that waits for a trigger is not supported: remove"
+MIROSTAT = "Mirostat is not supported: use `min_p` or `typical_p` instead of"
+TOKEN_IDS = "token ids are not returned: use /v1/tokenize and remove"
+ONE_QUEUE = "the server schedules requests itself"
+
+#: Fields that llama.cpp adds to the completions of every dialect.
+LLAMA_SERVER: FieldTable = {
+    "mirostat": Refused(MIROSTAT, (0,)),
+    "mirostat_tau": Refused(MIROSTAT, (0,), switch="mirostat"),
+    "mirostat_eta": Refused(MIROSTAT, (0,), switch="mirostat"),
+    "samplers": Refused("samplers have a fixed order: remove"),
+    "dynatemp_range": Refused("dynamic temperature is not supported: remove", (0,)),
+    "xtc_probability": Refused("XTC is not supported: use `typical_p` instead of", (0,)),
+    "top_n_sigma": Refused("top-n-sigma is not supported: use `min_p` instead of", (-1, 0)),
+    "adaptive_target": Refused("adaptive-p is not supported: remove", (-1,)),
+    "min_keep": Refused("filters keep at least one token: remove", (0, 1)),
+    "n_indent": Refused("a minimum indentation is not supported: use `grammar` instead of", (0,)),
+    "n_probs": Refused("use `logprobs` and `top_logprobs` instead of", (0,)),
+    "n_cmpl": Refused("use `n` instead of", (1,)),
+    "post_sampling_probs": Refused("log probabilities are the model's own: remove", (False,)),
+    "return_tokens": Refused(TOKEN_IDS, (False,)),
+    "response_fields": Refused("responses have all their fields: remove", ([],)),
+    "t_max_predict_ms": Refused("replies have no time limit: use `max_tokens` instead of", (-1, 0)),
+    "t_max_prompt_ms": Refused("prompts have no time limit: remove", (-1, 0)),
+    "lora": Refused("adapters are models of their own: choose one by `model` and remove", ([],)),
+    "image_data": Refused("send images in `messages` instead of", ([],)),
+    "grammar_lazy": Refused(TRIGGER, (False,)),
+    "grammar_triggers": Refused(TRIGGER, ([],)),
+    "cache_prompt": Ignored("`use_kv_cache: false` turns reuse off", (True,)),
+    "id_slot": Ignored(ONE_QUEUE, (-1,)),
+    "n_keep": Ignored("a context is never shifted", (0,)),
+    "n_discard": Ignored("a context is never shifted", (0,)),
+    "n_cache_reuse": Ignored("equal prefixes are always reused", (0,)),
+    "dynatemp_exponent": Ignored("it belongs to `dynatemp_range`", (1,)),
+    "xtc_threshold": Ignored("it belongs to `xtc_probability`"),
+    "adaptive_decay": Ignored("it belongs to `adaptive_target`"),
+    "preserved_tokens": Ignored("the model's template decides them", ([],)),
+    "timings_per_token": Ignored("timings come at the end", (False,)),
+    "backend_sampling": Ignored("it does not change a reply", (False,)),
+    **{
+        f"speculative.{name}": Ignored("speculation does not change a reply")
+        for name in (
+            "type",
+            "n_min",
+            "n_max",
+            "p_min",
+            "ngram_size_n",
+            "ngram_size_m",
+            "ngram_m_hits",
+        )
+    },
+}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,7 @@ class ServedModels:
         self._configs = {
             served: _with_defaults_of(name, config) for served, name in served_names(config).items()
         }
+        self._aliases = alias_models(config)
         self.started_at = int(time.time())
 
     @property
@@ -61,6 +63,7 @@ class ServedModels:
     def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """Find a text model by name, by number, or by both if they agree."""
         numbered = self._default if number is None else self._numbered(number)
+        model = self._resolved(model, self._runtimes)
         if model in (None, "", DEFAULT):
             return numbered
         if model in self._embedders:
@@ -74,7 +77,7 @@ class ServedModels:
 
     def any(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """Find a model of any kind by name, or a text model by number."""
-        other = self._embedders.get(model or "")
+        other = self._embedders.get(self._resolved(model, self._runtimes) or "")
         if other is None:
             return self.runtime(model, number)
         return other if number is None else _agreed(other, self._numbered(number), number)
@@ -92,6 +95,7 @@ class ServedModels:
     ) -> RuntimeClient:
         if not names:
             raise Unsupported(f"No model here {what}: start the server with {flag}.", param="model")
+        model = self._resolved(model, names)
         if model in (None, "", DEFAULT):
             return self._embedders[names[0]]
         if model in names:
@@ -101,6 +105,31 @@ class ServedModels:
             f"The model {found.name!r} is not one that {what}: use one of {', '.join(names)}.",
             param="model",
         )
+
+    def knows(self, model: str) -> bool:
+        """Whether a model is served under this name, or under an alias that matches it."""
+        return any(model == each.name for each in self.all) or self._alias(model) is not None
+
+    def aliases_of(self, runtime: RuntimeClient) -> list[str]:
+        """The other names of a model, without patterns."""
+        return [
+            name
+            for name, model in self._aliases.items()
+            if model == runtime.name and "*" not in name
+        ]
+
+    def _alias(self, model: str) -> str | None:
+        """The served model for which a name stands. An exact alias wins over a pattern."""
+        exact = self._aliases.get(model)
+        matching = (served for name, served in self._aliases.items() if fnmatchcase(model, name))
+        return exact or next(matching, None)
+
+    def _resolved(self, model: str | None, served: Collection[str]) -> str | None:
+        """The name of the model that a request means, among `served` ones of the wanted kind."""
+        if not model or any(model == each.name for each in self.all):
+            return model
+        any_name = next(iter(served)) if self.config.any_model_name and len(served) == 1 else model
+        return self._alias(model) or any_name
 
     def config_of(self, runtime: RuntimeClient) -> Config:
         """The settings with the model's own request defaults where the operator set none."""
@@ -198,6 +227,27 @@ def _served_name(name: str) -> str:
     if path.is_file():
         return path.stem
     return path.resolve().name if is_model_folder(path) else name
+
+
+def alias_models(config: Config) -> dict[str, str]:
+    """The served model of each alias, which may name it as clients do, or as `--model` does."""
+    served = {**served_names(config), **served_embedders(config)}
+    if config.any_model_name and len(served_names(config)) > 1:
+        raise ConfigError(
+            "`--any-model-name` is for a server with one model: give one --model, or list the "
+            "names of each model under `aliases` in rekindle.yaml"
+        )
+    return {alias: _aliased(alias, model, served) for alias, model in config.aliases.items()}
+
+
+def _aliased(alias: str, model: str, served: Mapping[str, str]) -> str:
+    for name, given in served.items():
+        if model in (name, given):
+            return name
+    raise ConfigError(
+        f"the alias {alias} stands for the model {model}, which is not served: give --model "
+        f"{model} too, or choose one of {', '.join(served)}"
+    )
 
 
 def preset_models(config: Config) -> dict[str, str]:

@@ -279,7 +279,7 @@ class Reply(ABC):
         """Collect a part of a reply that is sent whole."""
 
     @abstractmethod
-    async def body(self) -> dict[str, Any]:
+    async def body(self) -> Any:
         """The whole answer, once all turns have finished."""
 
     def begin(self) -> bytes:
@@ -331,7 +331,7 @@ class Reply(ABC):
         if self._turns is not None:
             self._turns.close()
 
-    async def _collect(self, turns: Turns) -> dict[str, Any]:
+    async def _collect(self, turns: Turns) -> Any:
         while turns.open:
             for index, event in await turns.collect():
                 if isinstance(event, Delta):

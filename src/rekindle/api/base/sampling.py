@@ -16,7 +16,7 @@ from rekindle.config import Config
 from rekindle.protocol.requests import SamplingParams
 
 #: Parameters for which the operator can set a default.
-CONFIGURED = ("temperature", "top_p", "repetition_penalty", "repetition_context_size")
+CONFIGURED = ("temperature", "top_p", "repetition_penalty", "repetition_context_size", "seed")
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
 MAX_BREAKERS = 64

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from rekindle.api.base.known_fields import FieldTable, Ignored, Refused
+from rekindle.api.base.known_fields import (
+    LLAMA_SERVER,
+    ONE_QUEUE,
+    TOKEN_IDS,
+    FieldTable,
+    Ignored,
+    Refused,
+)
 
-TOOLS_OF_OLD = "OpenAI's older tool calling is not supported: send"
-TRIGGER = "a grammar that waits for a trigger is not supported: remove"
-MIROSTAT = "Mirostat is not supported: use `min_p` or `typical_p` instead of"
-TOKEN_IDS = "token ids are not returned: use /v1/tokenize and remove"
 TEMPLATE = "the model's own chat template is always used: remove"
-ONE_QUEUE = "the server schedules requests itself"
 NO_TEXT_TOOLS = "text completions call no tools: use /v1/chat/completions, or remove"
 
 #: Fields of OpenAI's API.
 OPENAI: FieldTable = {
-    "functions": Refused(f"{TOOLS_OF_OLD} `tools` instead of", ([],)),
-    "function_call": Refused(f"{TOOLS_OF_OLD} `tool_choice` instead of", ("none", "auto")),
     "audio": Refused("audio is not supported: remove"),
     "modalities": Refused("replies are text alone: remove", (["text"], [])),
     "web_search_options": Refused("there is no web search: remove"),
-    "suffix": Refused("filling in the middle is not supported: remove", ("",)),
-    "best_of": Refused("best_of is not supported: remove", (1,)),
-    "echo": Refused("echoing the prompt is not supported: remove", (False,)),
     "store": Ignored("completions are not stored; /v1/responses stores them", (False,)),
     "prediction": Ignored("it makes a reply faster and does not change it"),
     "service_tier": Ignored("there is one tier"),
@@ -64,55 +61,10 @@ VLLM: FieldTable = {
     "data_parallel_rank": Ignored(ONE_QUEUE),
     "stream_interval": Ignored("tokens are sent as they come"),
 }
-#: Fields that llama.cpp adds.
-LLAMA_SERVER: FieldTable = {
-    "mirostat": Refused(MIROSTAT, (0,)),
-    "mirostat_tau": Refused(MIROSTAT, (0,), switch="mirostat"),
-    "mirostat_eta": Refused(MIROSTAT, (0,), switch="mirostat"),
-    "samplers": Refused("samplers have a fixed order: remove"),
-    "dynatemp_range": Refused("dynamic temperature is not supported: remove", (0,)),
-    "xtc_probability": Refused("XTC is not supported: use `typical_p` instead of", (0,)),
-    "top_n_sigma": Refused("top-n-sigma is not supported: use `min_p` instead of", (-1, 0)),
-    "adaptive_target": Refused("adaptive-p is not supported: remove", (-1,)),
-    "min_keep": Refused("filters keep at least one token: remove", (0, 1)),
-    "n_indent": Refused("a minimum indentation is not supported: use `grammar` instead of", (0,)),
-    "n_probs": Refused("use `logprobs` and `top_logprobs` instead of", (0,)),
-    "n_cmpl": Refused("use `n` instead of", (1,)),
-    "post_sampling_probs": Refused("log probabilities are the model's own: remove", (False,)),
-    "return_tokens": Refused(TOKEN_IDS, (False,)),
-    "response_fields": Refused("responses have all their fields: remove", ([],)),
-    "t_max_predict_ms": Refused("replies have no time limit: use `max_tokens` instead of", (-1, 0)),
-    "t_max_prompt_ms": Refused("prompts have no time limit: remove", (-1, 0)),
-    "lora": Refused("adapters are models of their own: choose one by `model` and remove", ([],)),
-    "image_data": Refused("send images in `messages` instead of", ([],)),
-    "grammar_lazy": Refused(TRIGGER, (False,)),
-    "grammar_triggers": Refused(TRIGGER, ([],)),
-    "cache_prompt": Ignored("`use_kv_cache: false` turns reuse off", (True,)),
-    "id_slot": Ignored(ONE_QUEUE, (-1,)),
-    "n_keep": Ignored("a context is never shifted", (0,)),
-    "n_discard": Ignored("a context is never shifted", (0,)),
-    "n_cache_reuse": Ignored("equal prefixes are always reused", (0,)),
-    "dynatemp_exponent": Ignored("it belongs to `dynatemp_range`", (1,)),
-    "xtc_threshold": Ignored("it belongs to `xtc_probability`"),
-    "adaptive_decay": Ignored("it belongs to `adaptive_target`"),
-    "preserved_tokens": Ignored("the model's template decides them", ([],)),
-    "timings_per_token": Ignored("timings come at the end", (False,)),
-    "return_progress": Ignored("`prefill_progress` reports it", (False,)),
-    "backend_sampling": Ignored("it does not change a reply", (False,)),
-    **{
-        f"speculative.{name}": Ignored("speculation does not change a reply")
-        for name in (
-            "type",
-            "n_min",
-            "n_max",
-            "p_min",
-            "ngram_size_n",
-            "ngram_size_m",
-            "ngram_m_hits",
-        )
-    },
-}
 CHAT_FIELDS: FieldTable = {
+    "echo": Refused("only /v1/completions echoes the prompt: remove", (False,)),
+    "best_of": Refused("only /v1/completions ranks answers: use `n` instead of", (1,)),
+    "suffix": Refused("filling in the middle is for /v1/completions: remove", ("",)),
     **OPENAI,
     **VLLM,
     **LLAMA_SERVER,
@@ -142,5 +94,7 @@ COMPLETION_FIELDS: FieldTable = {
     ),
     "resize": Refused("text completions take no images: use /v1/chat/completions, or remove"),
     "tools": Refused(NO_TEXT_TOOLS, ([],)),
+    "functions": Refused(NO_TEXT_TOOLS, ([],)),
+    "function_call": Refused(NO_TEXT_TOOLS, ("none", "auto")),
     "tool_choice": Refused(NO_TEXT_TOOLS, ("none", "auto")),
 }

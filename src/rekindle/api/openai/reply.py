@@ -13,9 +13,17 @@ from typing import Any
 from msgspec import structs
 from starlette.requests import Request
 
+from rekindle.api.base.completions import CompletionsBase
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
+from rekindle.api.base.llama_result import (
+    final_object,
+    generation_settings,
+    prompt_progress,
+    timings,
+)
 from rekindle.api.base.reply import Reply, ignored_headers, token_logprobs, x_cache
-from rekindle.api.openai.schema import CompletionsBase
+from rekindle.api.openai.schema import CompletionRequest
+from rekindle.http.middleware import received_s
 from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
 from rekindle.protocol.events import (
     ArgumentsDelta,
@@ -56,8 +64,9 @@ class CompletionsReply(Reply):
         headers = ignored_headers({IGNORED_FIELDS_HEADER: body.ignored_fields})
         super().__init__(http, runtime, requests, headers=headers, others=others)
         self._body = body
-        self._choices = body.n or 1  # per prompt
+        self._choices = body.choices  # per prompt
         self._messages = [AssistantMessage() for request in requests for _ in request.turns]
+        self._prompts: dict[int, Started] = {}  # by choice
         self._first_byte_at_s: float | None = None  # of a stream
         self._opened: set[int] = set()  # choices of a stream that have begun
         self._text_chunks: dict[int, EventTemplate] = {}  # by choice
@@ -87,8 +96,17 @@ class CompletionsReply(Reply):
     def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
         """A choice of a whole answer."""
 
+    def shown(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The choices of a whole answer that the client gets."""
+        return choices
+
     def add(self, index: int, part: Part) -> None:
         self._messages[index].add(part)
+
+    def _record(self, index: int, event: Event) -> None:
+        if isinstance(event, Started):
+            self._prompts[index] = event
+        super()._record(index, event)
 
     async def body(self) -> dict[str, Any]:
         finished = self.finished
@@ -96,11 +114,24 @@ class CompletionsReply(Reply):
         return {
             **self._common_fields,
             "object": self.whole_object,
-            "choices": [self.choice(index, *each) for index, each in enumerate(pairs)],
+            "choices": self.shown([self.choice(index, *each) for index, each in enumerate(pairs)]),
             "usage": usage(finished, self._choices),
             "x_cache": x_cache(finished, self._choices),
             "timings": timings(finished, self._choices),
+            **self._verbose(finished),
         }
+
+    def _verbose(self, finished: Sequence[Finished]) -> dict[str, Any]:
+        """What llama.cpp's server shows of the first choice for `verbose: true`."""
+        if not self._body.verbose:
+            return {}
+        settings = generation_settings(
+            self._requests[0], self._runtime, stream=bool(self._body.stream)
+        )
+        message, started = self._messages[0], self._prompts.get(0)
+        prompt = started.prompt if started else None
+        shown = final_object(0, message, finished[0], settings, self._runtime, prompt)
+        return {"__verbose": shown}
 
     def chunks(self, index: int, event: Event) -> list[bytes]:
         if isinstance(event, Delta):
@@ -109,7 +140,7 @@ class CompletionsReply(Reply):
             closing = self.closing(index, event)
             return [*self._opening(index), self._chunk([closing], timings=timings([event], 1))]
         if isinstance(event, Started | Prefill) and self._body.progress:
-            return [self._progress(event)]
+            return [self._progress(index, event)]
         return []
 
     def _delta_chunks(self, index: int, part: Part) -> list[bytes]:
@@ -134,10 +165,16 @@ class CompletionsReply(Reply):
         opening = self.opening(index, calls=calls)
         return [self._chunk([opening])] if opening else []
 
-    def _progress(self, event: Started | Prefill) -> bytes:
-        done = event.reused_tokens if isinstance(event, Started) else event.done_tokens
+    def _progress(self, index: int, event: Started | Prefill) -> bytes:
+        started = self._prompts[index]
+        done = started.reused_tokens if isinstance(event, Started) else event.done_tokens
         if self._body.progress == "comments":
             return sse_comment(f"prefill {done}/{event.prompt_tokens}")
+        if self._body.progress == "llama.cpp":
+            elapsed_s = time.monotonic() - received_s(self._http)
+            total, reused = event.prompt_tokens, started.reused_tokens
+            progress = prompt_progress(total, reused, done, elapsed_s)
+            return self._chunk([self.empty(0)], prompt_progress=progress)
         progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
         return self._chunk([self.empty(0)], prefill_progress=progress)
 
@@ -165,7 +202,8 @@ class ChatReply(CompletionsReply):
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
-        return _chat_delta(index, {"role": "assistant", "content": None if calls else ""})
+        content = None if calls else ""
+        return _chat_delta(index, {"role": "assistant", "content": content, "refusal": None})
 
     def delta(self, index: int, part: Part) -> dict[str, Any]:
         match part:
@@ -174,6 +212,8 @@ class ChatReply(CompletionsReply):
                 return {**_chat_delta(index, {"content": text}), "logprobs": shown}
             case ReasoningDelta(text):
                 return _chat_delta(index, {"reasoning_content": text})
+            case ToolCallStart() | ArgumentsDelta() if self._body.calls_functions:
+                return _chat_delta(index, {"function_call": _function_delta(part)})
             case ToolCallStart():
                 call = {"index": part.index, **ToolCall(part.id, part.name).as_dict()}
             case ArgumentsDelta():
@@ -184,15 +224,34 @@ class ChatReply(CompletionsReply):
         return _chat_delta(index, {})
 
     def closing(self, index: int, finished: Finished) -> dict[str, Any]:
-        return {**_chat_delta(index, _message_id(finished)), "finish_reason": finished.reason}
+        return {
+            **_chat_delta(index, _message_id(finished)),
+            "finish_reason": self._finish_reason(finished),
+        }
+
+    def _finish_reason(self, finished: Finished) -> str:
+        is_old = self._body.calls_functions and finished.reason == "tool_calls"
+        return "function_call" if is_old else finished.reason
 
     def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {**message.as_dict(), "refusal": None, **_message_id(finished)},
+            "message": {**self._shown_message(message), "refusal": None, **_message_id(finished)},
             "logprobs": _chat_logprobs(message.logprobs) if message.logprobs else None,
-            "finish_reason": finished.reason,
+            "finish_reason": self._finish_reason(finished),
         }
+
+    def _shown_message(self, message: AssistantMessage) -> dict[str, Any]:
+        shown = message.as_dict()
+        if self._body.calls_functions and (calls := shown.pop("tool_calls", None)):
+            shown["function_call"] = calls[0]["function"]
+        return shown
+
+
+def _function_delta(part: ToolCallStart | ArgumentsDelta) -> dict[str, str]:
+    if isinstance(part, ToolCallStart):
+        return {"name": part.name, "arguments": ""}
+    return {"arguments": part.text}
 
 
 def _message_id(finished: Finished) -> dict[str, str]:
@@ -211,9 +270,46 @@ class TextReply(CompletionsReply):
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        http: Request,
+        runtime: RuntimeClient,
+        requests: list[GenerateRequest],
+        body: CompletionRequest,
+        *,
+        others: Sequence[RuntimeClient] = (),
+    ) -> None:
+        super().__init__(http, runtime, requests, body, others=others)
+        self._text_body = body
         self._offsets: dict[int, TextOffset] = defaultdict(TextOffset)
+
+    def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
+        echoed = self._echoed(index)
+        return self._choice(index, echoed, None, None) if echoed else None
+
+    def _echoed(self, index: int) -> str:
+        """The prompt as the client wrote it, or the text of its tokens."""
+        if not self._text_body.echo:
+            return ""
+        prompt = self._text_body.prompts[index // self._choices]
+        return prompt if isinstance(prompt, str) else self._prompts[index].prompt or ""
+
+    def shown(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The likeliest `n` of each prompt's answers, by their mean log probability."""
+        wanted = self._text_body.n or 1
+        if wanted == self._choices:
+            return choices
+        best: list[dict[str, Any]] = []
+        for start in range(0, len(choices), self._choices):
+            group = range(start, start + self._choices)
+            ranked = sorted(group, key=self._mean_logprob, reverse=True)
+            best += [choices[each] for each in ranked[:wanted]]
+        hidden = {} if self._text_body.logprobs is not None else {"logprobs": None}
+        return [{**choice, "index": index, **hidden} for index, choice in enumerate(best)]
+
+    def _mean_logprob(self, index: int) -> float:
+        found = [each.logprob for each in self._messages[index].logprobs]
+        return sum(found) / len(found) if found else 0.0
 
     def delta(self, index: int, part: Part) -> dict[str, Any]:
         assert isinstance(part, TextDelta), "a text completion has no other parts"
@@ -226,7 +322,8 @@ class TextReply(CompletionsReply):
         return self._choice(index, "", None, finished.reason)
 
     def choice(self, index: int, message: AssistantMessage, finished: Finished) -> dict[str, Any]:
-        return self._choice(index, message.text, message.logprobs, finished.reason)
+        text = self._echoed(index) + message.text
+        return self._choice(index, text, message.logprobs, finished.reason)
 
     def _choice(
         self, index: int, text: str, logprobs: list[TokenLogprob] | None, reason: str | None
@@ -289,26 +386,3 @@ def usage(
             stages["first_byte"] = first_byte_at_s - first.first_token_at_s
         fields["first_token_time"] = {stage: round(spent, 6) for stage, spent in stages.items()}
     return fields
-
-
-def timings(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
-    """llama.cpp's `timings`: tokens, milliseconds and speeds."""
-    prompts = turns[::choices]
-    reused = sum(turn.cache.reused_tokens for turn in prompts)
-    computed = sum(turn.prompt_tokens for turn in prompts) - reused
-    generated = sum(turn.completion_tokens for turn in turns)
-    return {
-        "cache_n": reused,
-        **_speed("prompt", computed, sum(turn.prompt_eval_s for turn in prompts)),
-        **_speed("predicted", generated, sum(turn.completion_s for turn in turns)),
-    }
-
-
-def _speed(what: str, tokens: int, seconds: float) -> dict[str, Any]:
-    ms = seconds * 1000
-    return {
-        f"{what}_n": tokens,
-        f"{what}_ms": round(ms, 3),
-        f"{what}_per_token_ms": round(ms / tokens, 6) if tokens else 0.0,
-        f"{what}_per_second": round(tokens / seconds, 3) if seconds else 0.0,
-    }

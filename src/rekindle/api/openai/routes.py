@@ -8,13 +8,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.openai.reply import ChatReply, TextReply
 from rekindle.api.openai.request import chat_requests, completion_requests
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import MAY_STREAM, JsonResponse
+from rekindle.protocol.requests import IMAGE
 from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(route_class=JsonRoute)
@@ -52,8 +53,9 @@ async def create_completion(
 async def list_models(request: Request) -> Response:
     """List the models that this server answers with."""
     models = models_of(request)
-    listed = [_model(runtime, models.started_at) for runtime in models.all]
-    return JsonResponse({"object": "list", "data": listed})
+    listed = [_model(runtime, models) for runtime in models.all]
+    native = [_native_model(runtime) for runtime in models.all]
+    return JsonResponse({"object": "list", "data": listed, "models": native})
 
 
 @models_router.get("/v1/models/{model:path}")
@@ -62,7 +64,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
     if not model:  # the list's path with a slash at the end
         return await list_models(request)
     models = models_of(request)
-    return JsonResponse(_model(models.any(model), models.started_at))
+    return JsonResponse(_model(models.any(model), models))
 
 
 @models_router.get("/health")
@@ -76,16 +78,36 @@ async def health(request: Request) -> Response:
     return JsonResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
-def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
+def _model(runtime: RuntimeClient, models: ServedModels) -> dict[str, Any]:
     ready = runtime.ready
     is_embedder = ready is not None and ready.dimensions and not ready.ranks
     return {
         "id": runtime.name,
         "object": "model",
-        "created": created_at,
+        "created": models.started_at,
         "owned_by": "rekindle",
+        "aliases": models.aliases_of(runtime),
         "modalities": list(ready.modalities) if ready else None,
         "max_model_len": ready.context_tokens if ready else None,
         "meta": {"n_ctx": ready.context_tokens, "n_vocab": ready.vocabulary} if ready else None,
         **({"dimensions": ready.dimensions} if ready and is_embedder else {}),
+    }
+
+
+def _native_model(runtime: RuntimeClient) -> dict[str, Any]:
+    """A model as llama.cpp's server lists it, for clients that ask what it can do."""
+    ready, file = runtime.ready, runtime.file
+    capabilities = ["embedding" if ready and ready.dimensions else "completion"]
+    if ready and IMAGE in ready.modalities:
+        capabilities.append("multimodal")
+    return {
+        "name": runtime.name,
+        "model": runtime.name,
+        "type": "model",
+        "description": "",
+        "tags": [],
+        "capabilities": capabilities,
+        "parameters": "",
+        "details": {"format": file.format, "family": ready.architecture if ready else ""},
+        "size": file.size_bytes,
     }

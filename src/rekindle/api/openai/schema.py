@@ -2,159 +2,132 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from rekindle.api.base.completions import NAMES, CompletionsBase, Progress, TopLogprobs
 from rekindle.api.base.fields import (
     MAX_ITEMS,
-    MAX_TOKENS,
     WHOLE,
-    CacheRetention,
     FreeObject,
-    Id,
-    KvBits,
-    KvGroupSize,
-    KvStart,
-    Normalise,
+    FunctionName,
     PrefillProgress,
-    Priority,
     PromptInput,
-    SessionNumber,
-    Stop,
-    StopTokens,
     StrictModel,
+    Text,
     TokenLimit,
     as_prompts,
+    at_most,
+    limit_depth,
+    takes,
 )
-from rekindle.api.base.known_fields import FieldTable, KnownFields
+from rekindle.api.base.known_fields import FieldTable
 from rekindle.api.base.messages import Messages, Resize
-from rekindle.api.base.sampling import (
-    BadWords,
-    LogitBias,
-    RepeatLastN,
-    SamplingFields,
-    SequenceBreakers,
+from rekindle.api.base.tools import (
+    MAX_TOOLS,
+    Function,
+    Tool,
+    Tools,
+    ToolSelection,
+    refuse_duplicates,
 )
-from rekindle.api.base.tools import Tools, ToolSelection
-from rekindle.api.openai.constraints import StructuredFields, ToolChoice, select_tools
 from rekindle.api.openai.known_fields import CHAT_FIELDS, COMPLETION_FIELDS
 from rekindle.errors import BadRequest, Unsupported
 
-#: A stream ends with a cache report if the request has one of these fields.
-CACHE_FIELDS = (
-    "use_kv_cache",
-    "cache_exact",
-    "cache_key",
-    "return_cache_key",
-    "session_id",
-    "kv_cache_session_id",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "kv_bits",
-)
-NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # each names one conversation
 
-#: Names that other servers have for fields of this one.
-ALIASES = {
-    "n_predict": "max_tokens",
-    "repeat_penalty": "repetition_penalty",
-    "repeat_last_n": "repetition_context_size",
-    "quantized_kv_start": "kv_quantization_start",
-}
-
-TopLogprobs = Annotated[int, Field(ge=0, le=20), WHOLE]
+class FunctionNamed(StrictModel):
+    name: FunctionName
 
 
-class StreamOptions(StrictModel):
-    include_usage: bool = False
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: FunctionNamed
 
 
-class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields):
-    """What chat and text completions have in common. None stands for the server's default."""
+class AllowedTools(StrictModel):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
 
-    model: str | None = None
-    max_tokens: TokenLimit | None = None
-    n_predict: TokenLimit | None = Field(None, description="llama.cpp: alias of `max_tokens`")
-    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = Field(
-        None, description="vLLM: least number of tokens to generate"
-    )
-    stop: Stop | None = None
-    stop_token_ids: StopTokens | None = Field(
-        None, description="vLLM: tokens that end the reply, besides the model's own"
-    )
-    bad_words: BadWords | None = Field(
-        None, description="vLLM: texts that the reply must not contain"
-    )
-    truncate_prompt_tokens: TokenLimit | None = Field(
-        None, description="vLLM: use only the last tokens of the prompt; -1 for as many as fit"
-    )
-    dry_multiplier: float | None = Field(
-        None, ge=0, le=100, description="llama.cpp: strength of the DRY penalty; 0 is off"
-    )
-    dry_base: float | None = Field(None, ge=1, le=100)
-    dry_allowed_length: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=MAX_TOKENS), WHOLE] | None = None
-    dry_sequence_breakers: SequenceBreakers | None = None
-    repeat_penalty: float | None = Field(
-        None, gt=0, le=100, description="llama.cpp: alias of `repetition_penalty`"
-    )
-    repeat_last_n: RepeatLastN | None = Field(
-        None, description="llama.cpp: alias of `repetition_context_size`"
-    )
-    n: Annotated[int, Field(ge=1, le=32), WHOLE] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    logit_bias: LogitBias | None = None
-    ignore_eos: bool | None = None
-    priority: Priority | None = None
-    normalise: Normalise | None = Field(
-        None, description="Whether to remove volatile parts of the prompt, or which ones"
-    )
-    user: str | None = None
-    use_kv_cache: bool | None = None
-    cache_exact: bool | None = None
-    cache_key: Id | None = None
-    return_cache_key: bool | None = None
-    session_id: Id | None = None
-    kv_cache_session_id: SessionNumber | None = None
-    prompt_cache_key: Id | None = None
-    prompt_cache_retention: CacheRetention | None = None
-    kv_bits: KvBits | None = Field(None, description="Bits of a quantised KV cell")
-    kv_group_size: KvGroupSize | None = Field(
-        None, description="A wish: `x_cache.kv_group_size` reports the size that the engine used"
-    )
-    kv_quantization_start: KvStart | None = Field(
-        None, description="Number of tokens after which KV cells are quantised"
-    )
-    quantized_kv_start: KvStart | None = Field(None, description="Alias of `kv_quantization_start`")
 
-    @model_validator(mode="after")
-    def _one_name(self) -> Self:
-        """Give each value to the field that its alias stands for."""
-        for alias, name in ALIASES.items():
-            value, own = getattr(self, alias), getattr(self, name)
-            if value is None:
-                continue
-            if own not in (None, value):
+class AllowedChoice(StrictModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"] | NamedTool | AllowedChoice,
+    takes(
+        '"none", "auto", "required", {"type": "function", "function": {"name": …}}, or '
+        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
+    ),
+]
+
+
+def _distinct(functions: list[Function]) -> list[Function]:
+    refuse_duplicates((each.name for each in functions), "function")
+    return functions
+
+
+Functions = Annotated[
+    list[Function],
+    Field(fail_fast=True),
+    AfterValidator(_distinct),
+    BeforeValidator(limit_depth),
+    at_most(MAX_TOOLS),
+]
+FunctionChoice = Annotated[
+    Literal["none", "auto"] | FunctionNamed, takes('"none", "auto" or {"name": …}')
+]
+
+
+def select_tools(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> ToolSelection:
+    """Resolve `tool_choice`. Raises BadRequest if a function is not in `tools`."""
+    match choice:
+        case NamedTool():
+            selection = ToolSelection("required", frozenset([choice.function.name]))
+        case AllowedChoice(allowed_tools=allowed):
+            names = frozenset(tool.function.name for tool in allowed.tools)
+            selection = ToolSelection(allowed.mode, names)
+        case "required" if not tools:
+            raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
+        case _:
+            return ToolSelection(choice or "auto")
+    offered = {tool.function.name for tool in tools or ()}
+    for name in selection.names or ():
+        if name not in offered:
+            raise BadRequest(
+                f"`tool_choice` names the function {name!r}, which is not among `tools`.",
+                param="tool_choice",
+            )
+    return selection
+
+
+def _modern(messages: Any) -> Any:
+    """Write calls and results of OpenAI's older form as tool calls. A result answers the last call.
+
+    The names of fields differ and there are no ids, so the ids count the messages.
+    """
+    if not isinstance(messages, list):
+        return messages
+    found, last_id = [], ""
+    for place, message in enumerate(messages):
+        if isinstance(message, dict) and isinstance(message.get("function_call"), dict):
+            last_id = f"call_{place}"
+            call = {"id": last_id, "type": "function", "function": message["function_call"]}
+            rest = {name: value for name, value in message.items() if name != "function_call"}
+            message = {**rest, "tool_calls": [call]}
+        elif isinstance(message, dict) and message.get("role") == "function":
+            if not last_id:
                 raise BadRequest(
-                    f"`{alias}` is an alias of `{name}`: send one of them.", param=alias
+                    "A message of the role 'function' needs a message with a `function_call` "
+                    "before it.",
+                    param="messages",
                 )
-            setattr(self, name, value)
-        return self
-
-    @property
-    def includes_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
-    @property
-    def reports_cache(self) -> bool:
-        return any(getattr(self, field) is not None for field in CACHE_FIELDS)
-
-    @property
-    def progress(self) -> Literal["chunks", "comments"] | None:
-        """How a stream reports prefill progress, if at all."""
-        return None
+            message = {**message, "role": "tool", "tool_call_id": last_id}
+        found.append(message)
+    return found
 
 
 class ChatRequest(CompletionsBase):
@@ -162,7 +135,9 @@ class ChatRequest(CompletionsBase):
 
     field_table: ClassVar[FieldTable] = CHAT_FIELDS
 
-    messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
+    messages: Annotated[Messages, BeforeValidator(_modern), at_most(MAX_ITEMS)] = Field(
+        min_length=1, max_length=MAX_ITEMS
+    )
     max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
@@ -179,6 +154,28 @@ class ChatRequest(CompletionsBase):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Functions | None = Field(None, description="OpenAI's older form of `tools`")
+    function_call: FunctionChoice | None = Field(
+        None, description="OpenAI's older form of `tool_choice`"
+    )
+
+    @model_validator(mode="after")
+    def _functions_are_tools(self) -> ChatRequest:
+        """May run twice: FastAPI validates a request again that is validated already."""
+        if not self.functions:
+            return self
+        tools = [Tool(type="function", function=each) for each in self.functions]
+        choice: Any = self.function_call
+        if isinstance(choice, FunctionNamed):
+            choice = NamedTool(type="function", function=choice)
+        if self.tools not in (None, [], tools) or self.tool_choice not in (None, choice):
+            raise BadRequest("Send `tools` or `functions`, not both.", param="functions")
+        self.tools, self.tool_choice, self.parallel_tool_calls = tools, choice, False
+        return self
+
+    @property
+    def calls_functions(self) -> bool:
+        return bool(self.functions)
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:
@@ -213,9 +210,9 @@ class ChatRequest(CompletionsBase):
         return select_tools(self.tool_choice, self.tools)
 
     @property
-    def progress(self) -> Literal["chunks", "comments"] | None:
+    def progress(self) -> Progress | None:
         if not (self.stream and self.prefill_progress):
-            return None
+            return super().progress
         return "comments" if self.prefill_progress == "comments" else "chunks"
 
     @property
@@ -233,9 +230,14 @@ class ChatRequest(CompletionsBase):
         return [message_id for message_id in ids if message_id is not None]
 
     @property
-    def names_state(self) -> bool:
-        """Whether the request names the conversation that it continues."""
-        return bool(self.message_ids) or any(getattr(self, name) is not None for name in NAMES)
+    def may_be_named(self) -> bool:
+        """Whether the request does not name the conversation that it continues."""
+        names = (getattr(self, name) for name in NAMES)
+        return not self.message_ids and all(name is None for name in names)
+
+    @property
+    def wants_message_id(self) -> bool:
+        return bool(self.use_kv_cache)
 
 
 class CompletionRequest(CompletionsBase):
@@ -245,12 +247,46 @@ class CompletionRequest(CompletionsBase):
 
     prompt: PromptInput
     logprobs: TopLogprobs | None = None
+    echo: bool | None = Field(None, description="The text of the answer begins with the prompt")
+    suffix: Text | None = Field(
+        None, description="Text behind the answer, for models that can fill in the middle"
+    )
+    best_of: Annotated[int, Field(ge=1, le=32), WHOLE] | None = Field(
+        None, description="Generate this many answers and return the `n` likeliest ones"
+    )
+
+    @property
+    def choices(self) -> int:
+        """How many answers each prompt gets, of which `n` are returned."""
+        return max(self.n or 1, self.best_of or 1)
+
+    @model_validator(mode="after")
+    def _ranks_whole_answers(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise BadRequest("`best_of` takes at least as many as `n`.", param="best_of")
+        if self.stream and self.choices > (self.n or 1):
+            raise Unsupported(
+                "the best answers are known at their end: remove `best_of` or `stream`",
+                param="best_of",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _echoes_text(self) -> CompletionRequest:
+        if self.echo and self.logprobs is not None:
+            raise Unsupported(
+                "log probabilities of the prompt are not computed: remove `echo` or `logprobs`",
+                param="echo",
+            )
+        if self.suffix and not all(isinstance(each, str) for each in self.prompts):
+            raise Unsupported("`suffix` needs a prompt of text", param="suffix")
+        return self
 
     @model_validator(mode="after")
     def _bounded_turns(self) -> CompletionRequest:
-        if len(self.prompts) * (self.n or 1) > 128:
+        if len(self.prompts) * self.choices > 128:
             raise Unsupported(
-                "one request may ask for at most 128 answers (prompts times `n`)",
+                "one request may ask for at most 128 answers (prompts times `n` or `best_of`)",
                 param="prompt",
             )
         return self

@@ -1,9 +1,11 @@
-"""Serves /v1/tokenize, /v1/detokenize, /v1/apply-template, /v1/internal/token-count and /props."""
+"""Serves /v1/tokenize, /v1/detokenize, /v1/apply-template, /v1/internal/token-count and
+/v1/chat/completions/input_tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import orjson
 from fastapi import APIRouter
@@ -12,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.fields import MAX_ITEMS, NO_LIMIT, FreeObject, StrictModel, Text, Tokens
+from rekindle.api.base.fields import MAX_ITEMS, FreeObject, StrictModel, Text, Tokens
 from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.request import or_default
@@ -21,11 +23,8 @@ from rekindle.errors import BadRequest, Unsupported
 from rekindle.http.body import JsonRoute, body_of, run_off_loop
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import Detokenize, Detokenized, Tokenize, Tokenized
-from rekindle.protocol.requests import IMAGE
-from rekindle.version import __version__
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
-props_router = APIRouter(tags=["llama.cpp"])
 
 PART_TOKENS = 8192  # of an answer that is made at a time
 MAX_TEXT_BYTES = 16 << 20  # tokenising takes about 75 bytes of memory for each
@@ -175,6 +174,25 @@ async def count_tokens(
     return TokenCountBody(length=found.count)
 
 
+class InputTokensBody(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def count_chat_tokens(
+    body: TemplateRequest, request: Request, number: ModelNumber = None
+) -> InputTokensBody:
+    """Count the tokens of a conversation as the model would read it."""
+    models = models_of(request)
+    normalise = models.config.normalise
+    op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
+    op.with_tokens = False
+    runtime = models.runtime(body.model, number)
+    found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
+    return InputTokensBody(input_tokens=found.count)
+
+
 def _parts(found: Tokenized, body: TokenizeRequest) -> Iterator[bytes]:
     """Make the JSON of an answer, a few thousand tokens at a time."""
     yield b'{"tokens":['
@@ -207,32 +225,3 @@ def _piece(piece: bytes) -> str | list[int]:
         return piece.decode()
     except UnicodeDecodeError:
         return list(piece)
-
-
-@props_router.get("/props")
-async def props(request: Request, model: str | None = None, number: ModelNumber = None) -> Response:
-    """Describe the model to clients of llama.cpp: context, chat template and modalities."""
-    models = models_of(request)
-    runtime = models.runtime(model, number)
-    config = models.config_of(runtime)
-    ready = runtime.loaded
-    body = {
-        "default_generation_settings": {
-            "n_ctx": ready.context_tokens,
-            "params": {
-                "temperature": config.temperature,
-                "top_p": config.top_p,
-                "repeat_penalty": config.repetition_penalty,
-                "repeat_last_n": config.repetition_context_size,
-                "n_predict": NO_LIMIT if config.max_tokens is None else config.max_tokens,
-            },
-        },
-        "total_slots": config.parallel,
-        "model_alias": runtime.name,
-        "modalities": {"vision": IMAGE in ready.modalities, "audio": False},
-        "chat_template": ready.chat_template or "",
-        "bos_token": ready.bos,
-        "eos_token": ready.eos,
-        "build_info": f"rekindle-{__version__}",
-    }
-    return JsonResponse(body)

@@ -11,7 +11,7 @@ from typing import Any
 
 from rekindle.engine.llamacpp import bindings
 from rekindle.errors import BadRequest
-from rekindle.tokens import any_of
+from rekindle.tokens import FimTokens, any_of
 
 NO_TOKEN = -1
 LARGE_CHARACTERS = 16 << 10  # a text that llama.cpp splits at special tokens within 0.1 s
@@ -91,6 +91,29 @@ class LlamaTokenizer:
             t for t in range(self.size) if attribute(self._vocab, t) & bindings.TOKEN_CONTROL
         )
         return {self.text(t): t for t in control if self.text(t)}
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        library = self._library
+        prefix, suffix, middle, repository, file = (
+            int(find(self._vocab))
+            for find in (
+                library.llama_vocab_fim_pre,
+                library.llama_vocab_fim_suf,
+                library.llama_vocab_fim_mid,
+                library.llama_vocab_fim_rep,
+                library.llama_vocab_fim_sep,
+            )
+        )
+        if NO_TOKEN in (prefix, suffix, middle):
+            return None
+        return FimTokens(
+            prefix=prefix,
+            suffix=suffix,
+            middle=middle,
+            repository=None if repository == NO_TOKEN else repository,
+            file=None if file == NO_TOKEN else file,
+        )
 
     @cached_property
     def longest_bytes(self) -> int:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as NativeTokenizer
 
 from rekindle.errors import BadRequest, ModelError
 from rekindle.models.folder import CONFIG, TOKENIZER, read_json
+from rekindle.tokens import FimTokens
 
 Spelled = Callable[[str], bytes]  # from the spelling of a token in the vocabulary
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
@@ -197,6 +198,10 @@ class FolderTokenizer:
         named = {token for text, token in self.control_texts.items() if text in END_TEXTS}
         ids = [*_ids(configs, "eos_token_id"), *named, self.eos]
         return frozenset(token for token in ids if token is not None and token in self._texts)
+
+    @cached_property
+    def fim(self) -> FimTokens | None:
+        return FimTokens.named(self.control_texts)
 
     @cached_property
     def longest_bytes(self) -> int:

@@ -25,6 +25,7 @@ from rekindle.kvcache.block import namespace
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.requests import GenerateRequest, count_images
 from rekindle.runtime.encode.chat import ChatEncoder, History, RecentChats
+from rekindle.runtime.encode.infill import InfillEncoder, mixed_tokens
 from rekindle.runtime.encode.request import (
     EncodedPrompt,
     EncodedRequest,
@@ -35,7 +36,7 @@ from rekindle.runtime.encode.sampling import SamplingEncoder
 from rekindle.runtime.encode.threads import check_token_ids
 from rekindle.runtime.schedule.output import ReplyDecoding
 from rekindle.runtime.storage.storage import Storage
-from rekindle.tokens import Tokens
+from rekindle.tokens import TokenBuffer, Tokens
 
 About = TypeVar("About", GenerateRequest, Validate, IndexPrompt, Tokenize)
 
@@ -59,6 +60,7 @@ class InputProcessor:
         self._output_format = output_format
         self._picture_tokens = engine.picture_tokens
         self._sampling = SamplingEncoder(engine.tokenizer)
+        self._infill = InfillEncoder(engine.tokenizer, engine.capabilities.context_tokens)
         self._normalisers = storage.settings.normaliser  # for requests that do not name their own
         ends = output_format.end_tokens
         control = engine.tokenizer.control_texts.items()
@@ -98,6 +100,7 @@ class InputProcessor:
         count = len(encoded.prompt.tokens)
         self._check_fits(count, request.source, pictures=len(pictures.in_prompt))
         normalised = [*changes, *encoded.normalised]
+        shown = self._text_of(encoded.prompt) if request.returns_prompt else None
         sampling = self._sampling.encode(request.sampling)
         choices = structs.replace(request, sampling=sampling).choices()
         decodings = self._output_format.decodings(request, whole.prompt, len(choices))
@@ -110,6 +113,7 @@ class InputProcessor:
                 namespace=tenant,
                 precision=precision(choice, self._capabilities, tenant),
                 decoding=decoding,
+                shown_prompt=shown,
                 pictures=pictures,
             )
             for choice, decoding in zip(choices, decodings, strict=True)
@@ -140,6 +144,10 @@ class InputProcessor:
         recalls = request.reuse and not request.exact
         if request.messages is None:
             assert request.prompt is not None, "a request has messages or a prompt"
+            if request.infill is not None:
+                assert isinstance(request.prompt, str), "the text in a gap is no list"
+                asked = (request.infill, request.prompt, request.max_tokens)
+                return EncodedPrompt(Prompt(Tokens.of(self._infill.encode(*asked))))
             is_truncated = request.truncate_prompt_tokens is not None
             owner = tenant if recalls else None
             return EncodedPrompt(self._completion(request.prompt, owner, is_truncated=is_truncated))
@@ -148,6 +156,13 @@ class InputProcessor:
         if not request.reuse:
             return EncodedPrompt(self._chats.plain(request, pictures))
         return self._chats.encode(request, tenant, pictures, recalls=recalls)
+
+    def _text_of(self, prompt: Prompt) -> str:
+        """The text of a prompt with its control tokens, and without its images."""
+        ids = TokenBuffer(prompt.tokens).text_ids
+        return b"".join(self.tokenizer.piece(each, special=True) for each in ids).decode(
+            errors="replace"
+        )
 
     def _truncated(self, encoded: EncodedPrompt, request: GenerateRequest) -> EncodedPrompt:
         """Keep the last `truncate_prompt_tokens` of a prompt. A picture that is cut is left out."""
@@ -171,7 +186,7 @@ class InputProcessor:
         return EncodedPrompt(Prompt(left), normalised=encoded.normalised)
 
     def _completion(
-        self, prompt: str | list[int], tenant: bytes | None, *, is_truncated: bool
+        self, prompt: str | list[int | str], tenant: bytes | None, *, is_truncated: bool
     ) -> Prompt:
         """Encode the prompt of a completion, with the tokens stored for the tenant's text."""
         if not prompt:
@@ -179,8 +194,9 @@ class InputProcessor:
                 raise BadRequest("the prompt is empty; send at least one token", param="prompt")
             return Prompt(Tokens.of([self.tokenizer.bos]))
         if not isinstance(prompt, str):
-            check_token_ids(prompt, self.tokenizer, "prompt")
-            return Prompt(Tokens.of(prompt))
+            if not is_truncated:
+                self._check_size(prompt, "prompt")
+            return Prompt(Tokens.of(mixed_tokens(prompt, self.tokenizer)))
         if not is_truncated:
             self._check_size(prompt, "prompt")
         if tenant is None:

@@ -158,6 +158,7 @@ class EncodedRequest(EncodedPrompt):
     namespace: bytes  # of the tenant
     precision: Precision
     decoding: ReplyDecoding
+    shown_prompt: str | None = None  # text of the prompt, if the request asks for it
     pictures: RequestPictures = field(default_factory=RequestPictures)
 
 

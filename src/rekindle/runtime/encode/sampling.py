@@ -30,6 +30,11 @@ class SamplingEncoder:
 
     def encode(self, sampling: SamplingParams) -> SamplingParams:
         """Add the tokens of the texts. Raises BadRequest for a bad word without tokens."""
+        if sampling.text_bias:
+            biases = dict(sampling.logit_bias)
+            for text, bias in sampling.text_bias:
+                biases |= dict.fromkeys(self._tokenizer.encode(text, special=False), bias)
+            sampling = replace(sampling, logit_bias=biases)
         if sampling.bad_words:
             words = [each for word in sampling.bad_words for each in self._bad_word(word)]
             sampling = replace(sampling, bad_words_tokens=words)

@@ -131,6 +131,8 @@ def _extend(before: Part | None, part: Part) -> bool:
         case TextDelta(), TextDelta():
             if part.logprobs:
                 before.logprobs = [*(before.logprobs or ()), *part.logprobs]
+            if part.tokens:
+                before.tokens = [*(before.tokens or ()), *part.tokens]
         case ReasoningDelta(), ReasoningDelta():
             pass
         case ArgumentsDelta(index), ArgumentsDelta(other) if index == other:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -61,10 +62,17 @@ class ReplyOutput:
         own = decoding.end_tokens if ends else frozenset()
         self._end_tokens = own.union(request.stop_token_ids)
         #: Whether only tokens and the limit end the reply, not its text.
-        self.ends_by_token = not request.stop and (self._parser is None or self._max_calls is None)
+        self.ends_by_token = (
+            not request.stop
+            and request.max_generate_s is None
+            and (self._parser is None or self._max_calls is None)
+        )
         self._text = Detokenizer(tokenizer, request.stop, decoding.shown)
         self._raw: list[str] = []
         self._logprobs = LogprobBuffer()
+        self._unsent_tokens: list[int] | None = [] if request.returns_tokens else None
+        limit_s = request.max_generate_s
+        self._time_limit = None if limit_s is None else TimeLimit(limit_s)
         self._is_call_cut = False  # by a stop string
         self._is_enough = False  # the reply has `max_calls` tool calls
 
@@ -104,13 +112,16 @@ class ReplyOutput:
         text = self._text.push(sampled.token, may_stop=self.tokens > self.min_tokens)
         if sampled.logprob is not None:
             self._note(sampled, sampled.logprob)
+        if self._unsent_tokens is not None:
+            self._unsent_tokens.append(sampled.token)
         parts = self._parts(text)
         if has_parser and (was_reasoning or self._is_reasoning):
             self.reasoning_tokens += 1
             self._logprobs.drop()
         if self._text.stopped or self._is_enough:
             return parts + self._break_off("stop")
-        if self.remaining_tokens <= 0:
+        is_late = self._time_limit is not None and self._time_limit.is_over(text)
+        if self.remaining_tokens <= 0 or is_late:
             return parts + self._break_off("length")
         return parts
 
@@ -140,7 +151,8 @@ class ReplyOutput:
         """Keep the log probability until it is clear whether the token is part of the text."""
         piece = self._tokenizer.piece
         top = [(piece(token, special=True), score) for token, score in sampled.top]
-        own = TokenLogprob(piece(sampled.token, special=True), logprob, top)
+        ids = [token for token, _ in sampled.top]
+        own = TokenLogprob(piece(sampled.token, special=True), logprob, top, sampled.token, ids)
         self._logprobs.add(own, marker=sampled.token in self._shown)
 
     def _parts(self, text: str) -> list[Part]:
@@ -148,8 +160,10 @@ class ReplyOutput:
         if self._parser is not None:
             return self._delivered(self._parser.push(text))
         delta = TextDelta(text, self._logprobs.all() or None)
+        if self._unsent_tokens:
+            delta.tokens, self._unsent_tokens = self._unsent_tokens, []
         self.message.add(delta)
-        return [delta] if text or delta.logprobs else []
+        return [delta] if text or delta.logprobs or delta.tokens else []
 
     def _delivered(self, parts: Iterable[Part]) -> list[Part]:
         """Return the parts that are sent to the client."""
@@ -174,6 +188,23 @@ class ReplyOutput:
         if self._max_calls is None or len(self.message.tool_calls) < self._max_calls:
             return False
         return not isinstance(part, ArgumentsDelta)
+
+
+class TimeLimit:
+    """Ends a reply after a time, but not before its first line is complete."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._until_s: float | None = None  # None until the first token
+        self._has_line_break = False
+
+    def is_over(self, text: str) -> bool:
+        """Called with the text of every token."""
+        now_s = time.monotonic()
+        if self._until_s is None:
+            self._until_s = now_s + self._limit_s
+        self._has_line_break |= "\n" in text
+        return self._has_line_break and now_s > self._until_s
 
 
 class LogprobBuffer:

@@ -276,7 +276,8 @@ class Scheduler:
         if turn.is_started:
             return
         turn.is_started = True
-        self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens, turn.report)])
+        shown = turn.encoded.shown_prompt
+        self._emit([Started(turn.id, turn.prompt_tokens, turn.held_tokens, turn.report, shown)])
         if turn.request.prepare is None:
             prompt = turn.tokens.text_ids  # nothing is sampled yet
             mask = turn.encoded.decoding.token_mask

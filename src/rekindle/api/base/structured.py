@@ -1,15 +1,13 @@
-"""Validates the fields that constrain a reply: its format, a grammar, or the tools it may call."""
+"""Validates the request fields that constrain the text of a reply: its format, or a grammar."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from rekindle.api.base.fields import FunctionName, StrictModel, limit_depth, takes
-from rekindle.api.base.tools import MAX_TOOLS, Tool, ToolSelection
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.protocol.requests import StructuredOutput
 
@@ -19,7 +17,7 @@ Schema = Annotated[
 
 
 class JsonSchema(StrictModel):
-    name: FunctionName
+    name: FunctionName | None = None  # OpenAI requires it, and other servers do not
     schema_: Schema | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None  # the schema is enforced either way
@@ -170,53 +168,3 @@ class StructuredFields(BaseModel):
         if self.response_format and (structure := self.response_format.structure):
             found["response_format"] = structure
         return found | (self.structured_outputs.structures if self.structured_outputs else {})
-
-
-class FunctionNamed(StrictModel):
-    name: FunctionName
-
-
-class NamedTool(StrictModel):
-    type: Literal["function"]
-    function: FunctionNamed
-
-
-class AllowedTools(StrictModel):
-    mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
-
-
-class AllowedChoice(StrictModel):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
-
-
-ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | AllowedChoice,
-    takes(
-        '"none", "auto", "required", {"type": "function", "function": {"name": …}}, or '
-        '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
-    ),
-]
-
-
-def select_tools(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> ToolSelection:
-    """Resolve `tool_choice`. Raises BadRequest if a function is not in `tools`."""
-    match choice:
-        case NamedTool():
-            selection = ToolSelection("required", frozenset([choice.function.name]))
-        case AllowedChoice(allowed_tools=allowed):
-            names = frozenset(tool.function.name for tool in allowed.tools)
-            selection = ToolSelection(allowed.mode, names)
-        case "required" if not tools:
-            raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
-        case _:
-            return ToolSelection(choice or "auto")
-    offered = {tool.function.name for tool in tools or ()}
-    for name in selection.names or ():
-        if name not in offered:
-            raise BadRequest(
-                f"`tool_choice` names the function {name!r}, which is not among `tools`.",
-                param="tool_choice",
-            )
-    return selection
