@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle.cli.main import main
+from rekindle.cli.start import main
 
 if __name__ == "__main__":
     main()
