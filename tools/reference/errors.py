@@ -87,6 +87,30 @@ ERRORS = {
         "The conversation has no item with this id.",
         "`GET /v1/conversations/{conversation_id}/items` lists its items.",
     ),
+    "response_not_ended": (
+        "The response that the request continues is still being computed.",
+        "Retrieve it until its status is no longer `queued` or `in_progress`, then continue it.",
+    ),
+    "response_too_large": (
+        "There is no room to store a response that is computed in the background.",
+        "Send less, or leave `background` out.",
+    ),
+    "thread_not_found": (
+        "No thread that ends with this message is stored.",
+        'Send the whole conversation with `thread: {"type": "create"}`.',
+    ),
+    "thread_fingerprint_mismatch": (
+        "The request changes a field that cannot change in a thread.",
+        'Leave it out, or send the whole conversation with `thread: {"type": "create"}`.',
+    ),
+    "websocket_stream_limit_reached": (
+        "The connection has used too many values of `stream_id`.",
+        "Open another connection.",
+    ),
+    "websocket_connection_limit_reached": (
+        "The connection has been open for too long.",
+        "Open another connection.",
+    ),
     "response_is_ending": (
         "The response that is to be deleted is being stored.",
         "Delete it again in a moment.",

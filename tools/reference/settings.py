@@ -42,6 +42,7 @@ EXAMPLES = {
     "repetition_penalty": "1.1",
     "repetition_context_size": "64",
     "engine": "mlx",
+    "llama_lib": "/opt/llama/bin/libmtmd.so",
     "parallel": "4",
     "max_model_len": "65536",
     "kv_fraction": "0.5",
@@ -75,8 +76,6 @@ VARIABLE_TEXTS = {
     DISK_VARIABLE: "The same as `REKINDLE_DISK_CACHE`, as a number of GB without a unit. "
     "`REKINDLE_DISK_CACHE` wins.",
     "REKINDLE_CONFIG": "The settings file, if `--config` does not name one.",
-    "REKINDLE_LLAMA_LIB": "A build of llama.cpp's library to use in place of the packaged one, for "
-    "example one for your GPU.",
     "REKINDLE_ENGINE_MODULE": "A Python module that adds an engine, for its developers.",
 }
 
