@@ -303,7 +303,7 @@ def test_slots_need_an_admin_key() -> None:
 
 def test_a_slot_cannot_be_saved_but_the_error_says_what_can() -> None:
     answer = Front().post("/slots/0?action=save", {"filename": "x.bin"})
-    assert answer.status_code == 501
+    assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "not_supported_error"
     assert "/v1/cache" in answer.json()["error"]["message"]
 

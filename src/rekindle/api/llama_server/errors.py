@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from rekindle.errors import CONTEXT_EXCEEDED, ServerError
+from rekindle.errors import CONTEXT_EXCEEDED, BadRequest, ServerError
 from rekindle.http.responses import ErrorFormat, sse_data
 
 TYPES = {
@@ -15,15 +15,16 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     405: "not_found_error",
-    501: "not_supported_error",
     503: "unavailable_error",
 }
 #: The endpoints that only llama.cpp's server has.
 PATHS = ("/completion", "/infill", "/slots", "/props", "/lora-adapters", "/embedding")
 
 
-class NotSupported(ServerError):
-    status, kind, code = 501, "not_supported_error", "not_supported"
+class NotSupported(BadRequest):
+    """llama.cpp answers 501. Here 5xx means that the server has failed."""
+
+    code = "not_supported"
 
 
 class ErrorDetails(BaseModel):
@@ -46,7 +47,7 @@ def speaks_llama_server(path: str) -> bool:
 
 
 def error_body(error: ServerError) -> Mapping[str, Any]:
-    kind = TYPES.get(error.status)
+    kind = "not_supported_error" if isinstance(error, NotSupported) else TYPES.get(error.status)
     if kind is None:
         kind = "invalid_request_error" if error.status < 500 else "server_error"
     details: dict[str, Any] = {"code": error.status, "message": error.message, "type": kind}

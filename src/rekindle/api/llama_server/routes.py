@@ -130,7 +130,7 @@ async def props(request: Request, model: str | None = None, number: ModelNumber 
     return JsonResponse(body)
 
 
-@router.get("/slots")
+@router.get("/slots", responses=documented(403, model=LlamaErrorBody))
 async def slots(
     request: Request,
     model: str | None = None,
