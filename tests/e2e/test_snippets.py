@@ -31,6 +31,12 @@ def test_the_snippets_of_a_page_run_as_written(page: Path, tmp_path: Path) -> No
             reader.run(snippet)
 
 
+def test_every_snippet_names_its_language() -> None:
+    """A snippet without a language would not be run. `text` is for what is not code."""
+    unnamed = [each for found in SNIPPETS.values() for each in found if not each.language]
+    assert list(map(str, unnamed)) == []
+
+
 @pytest.mark.parametrize(
     "snippet",
     [each for found in SNIPPETS.values() for each in found if each.code.startswith(SETTINGS_FILE)],
