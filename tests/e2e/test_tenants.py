@@ -371,7 +371,9 @@ def test_the_cache_commands_agree_with_the_server_and_leave_a_clean_folder(
         assert cache("gc") == {"status": "ok", "removed": 0, "freed_bytes": 0}
         chat(client, messages, temperature=0, max_tokens=8)
         assert cache("rm", key) == [{"status": "evicted", "cache_key": key}]
-        assert run_cache("check", "--cache-dir", str(tmp_path / "kv")).returncode == 0
+        checked = run_cache("check", "--cache-dir", str(tmp_path / "kv"))
+        assert checked.returncode == 2
+        assert "a server is using it" in checked.stdout
     checked = run_cache("check", "--cache-dir", str(tmp_path / "kv"))
     assert checked.returncode == 0, checked.stdout
     assert "no damage" in checked.stdout
