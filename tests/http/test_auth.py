@@ -81,7 +81,7 @@ def test_a_key_is_accepted_in_either_of_two_headers() -> None:
     for header in ("wrong", "Bearer alpha", "alph"):
         with pytest.raises(Unauthorized, match="key is wrong"):
             keys.caller(None, header)
-    with pytest.raises(Unauthorized, match="needs an API key.*x-api-key"):
+    with pytest.raises(Unauthorized, match=r"needs an API key.*x-api-key"):
         keys.caller(None, "")
 
 
