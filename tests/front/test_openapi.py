@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from rekindle.api.base.messages import NEEDED
+from rekindle.api.llama_server.errors import speaks_llama_server
 from rekindle.front.dialect_answers import ANSWERS
 from rekindle.front.openai_answers import Response
 from rekindle.front.openapi import forms_of, texts
 from rekindle.protocol.events import CacheReport, Divergence, Reason
-from rekindle.api.llama_server.errors import speaks_llama_server
 from tests.api.scripted import Front, ScriptedRuntime, calling, finished, reasoning, reply
 
 

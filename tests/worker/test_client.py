@@ -43,7 +43,7 @@ def load(path: Path, parallel: int = 2, cache_dir: Path | None = None) -> LoadMo
     return LoadModel(path=str(path), settings=settings)
 
 
-def ask(prompt: str | list[int] = "hello", **fields: Any) -> GenerateRequest:
+def ask(prompt: str | list[int | str] = "hello", **fields: Any) -> GenerateRequest:
     sampling = fields.pop("sampling", SamplingParams(temperature=0))
     return GenerateRequest(turn=0, prompt=prompt, sampling=sampling, **{"max_tokens": 4, **fields})
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 
+from rekindle.api.base.completions import CACHE_FIELDS
 from rekindle.api.base.models import ServedModels
-from rekindle.api.openai.schema import CACHE_FIELDS
 from rekindle.config import Config
 from rekindle.front.app import build_app
 from rekindle.front.docs import DocumentedField, fields_of, parameters_of

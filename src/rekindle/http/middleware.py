@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rekindle.errors import BadRequest, ServerError, Unauthorized, Unavailable
+from rekindle.errors import BadRequest, Forbidden, ServerError, Unauthorized, Unavailable
 from rekindle.http.auth import CALLER, LOOPBACK, OPEN_SALT, Caller, Keys
 from rekindle.http.body import BODY, HeldBytes, LimitedBody, check_announced_size, upload
 from rekindle.http.logs import REQUEST_ID_HEADER, request_context
@@ -106,6 +106,10 @@ class WrongContentType(BadRequest):
 
 class WrongHost(BadRequest):
     status, code = 421, "wrong_host"
+
+
+class OriginNotAllowed(Forbidden):
+    code = "origin_not_allowed"
 
 
 def received_s(request: Request) -> float:
