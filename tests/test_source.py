@@ -73,7 +73,7 @@ CROSS_CUTTING = {
 MAX_FUNCTION_LINES = 45
 
 #: Measures of the import graph. A new capability may raise a number, with its reason next to it.
-MAX_MODULES = 275  # `run` and other commands, background responses, `build-gpu`, `selftest`
+MAX_MODULES = 280  # `run`, `build-gpu`, `selftest`, background responses, llama.cpp's endpoints
 MAX_IMPORT_DEPTH = 21  # from `python -m rekindle` through the Python API, which `selftest` uses
 MAX_SMALL_MODULES = 8  # below SMALL_MODULE_LINES and imported by a single other module
 SMALL_MODULE_LINES = 60  # not counting blank ones

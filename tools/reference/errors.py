@@ -22,6 +22,10 @@ ERRORS = {
         "The request has a field, or a value, that this server does not support.",
         "Remove it. The message names a replacement if there is one.",
     ),
+    "not_supported": (
+        "llama.cpp's server has this operation, and this server does not.",
+        "The message names a replacement.",
+    ),
     "template_error": (
         "The model's chat template refuses this conversation.",
         "Change what the message quotes: often the order of roles, or a role the model lacks.",

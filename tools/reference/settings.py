@@ -31,6 +31,8 @@ EXAMPLES = {
     "models_dir": "/data/models",
     "api_key": "sk-alice",
     "admin_key": "sk-operator",
+    "aliases": '{"gpt-*": "smollm2"}',
+    "seed": "42",
     "api_keys_file": "keys.txt",
     "cors_origin": "https://chat.example.org",
     "media_allow": "10.0.0.0/8",

@@ -6,6 +6,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from rekindle.front.openai_answers import (
     ChatCompletion,
+    Compaction,
     Deleted,
     DetokenizedText,
     EmbeddingList,
@@ -139,6 +140,53 @@ class OllamaStatus(TypedDict):
     status: str
 
 
+# -- llama.cpp ------------------------------------------------------------------------------------
+
+
+class NativeCompletion(TypedDict):
+    """The answer of /completion and /infill. With several prompts or answers it is a list of them.
+
+    With `response_fields` it has only those.
+    """
+
+    index: int
+    content: str
+    tokens: list[int]
+    id_slot: int
+    stop: bool
+    model: str
+    tokens_predicted: int
+    tokens_evaluated: int
+    tokens_cached: int
+    generation_settings: dict[str, Any]
+    prompt: str
+    has_new_line: bool
+    truncated: bool
+    stop_type: Literal["eos", "word", "limit"]
+    stopping_word: str
+    timings: dict[str, Any]
+    completion_probabilities: NotRequired[list[dict[str, Any]]]
+    x_cache: XCache
+
+
+class NativeVector(TypedDict):
+    index: int
+    embedding: list[list[float]]
+
+
+class NativeSlot(TypedDict):
+    """A place in the batch."""
+
+    id: int
+    n_ctx: int
+    speculative: bool
+    is_processing: bool
+
+
+class NoSlot(TypedDict):
+    """Slots cannot be changed, so there is no such answer."""
+
+
 #: The body of an answer with status 200, by operation.
 ANSWERS: dict[str, Any] = {
     "POST /v1/chat/completions": ChatCompletion,
@@ -151,6 +199,7 @@ ANSWERS: dict[str, Any] = {
     "DELETE /v1/responses/{response_id}": Deleted,
     "GET /v1/responses/{response_id}/input_items": ItemList,
     "POST /v1/responses/input_tokens": ResponseInputTokens,
+    "POST /v1/responses/compact": Compaction,
     "POST /v1/conversations": StoredConversation,
     "GET /v1/conversations/{conversation_id}": StoredConversation,
     "POST /v1/conversations/{conversation_id}": StoredConversation,
@@ -177,4 +226,10 @@ ANSWERS: dict[str, Any] = {
     "POST /v1/tokenize": TokenList,
     "POST /v1/detokenize": DetokenizedText,
     "POST /v1/apply-template": RenderedPrompt,
+    "POST /completion": NativeCompletion,
+    "POST /infill": NativeCompletion,
+    "POST /embedding": list[NativeVector],
+    "GET /slots": list[NativeSlot],
+    "POST /slots/{slot}": NoSlot,
+    "GET /lora-adapters": list[dict[str, Any]],
 }

@@ -178,6 +178,7 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    aliases: list[str]
     modalities: list[str] | None
     max_model_len: int | None
     meta: ModelMeta | None
@@ -187,6 +188,7 @@ class Model(TypedDict):
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[Model]
+    models: list[dict[str, Any]]
 
 
 class EmbedderUsage(TypedDict):
@@ -256,11 +258,13 @@ class Props(TypedDict):
     default_generation_settings: dict[str, Any]
     total_slots: int
     model_alias: str
+    model_path: str
     modalities: dict[str, bool]
     chat_template: str
     bos_token: str | None
     eos_token: str | None
     build_info: str
+    is_sleeping: bool
 
 
 # -- OpenAI's Responses ---------------------------------------------------------------------------
@@ -311,6 +315,16 @@ class ItemList(TypedDict):
     last_id: str | None
     has_more: bool
     durable: NotRequired[bool]
+
+
+class Compaction(TypedDict):
+    """A conversation in which a summary stands for the assistant's part."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
 
 
 class StoredConversation(TypedDict):
