@@ -115,7 +115,7 @@ def test_tokens_for_an_embedding_model_include_its_special_tokens(client: httpx.
                     {"role": "user", "content": [{"type": "image", "image_url": "http://x/y.png"}]}
                 ]
             },
-            "send text alone",
+            "send only text",
         ),
         ("/detokenize", {"tokens": [10**6]}, "token ids of this model go from 0 to"),
         ("/detokenize", {"tokens": [-1]}, "token ids of this model go from 0 to"),

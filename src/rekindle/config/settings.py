@@ -81,7 +81,7 @@ class Config(RuntimeSettings):
     ] = ()
     vlm: Annotated[
         bool | None,
-        _server("Accept pictures; default model smollm2-shapes", "if there is a projector"),
+        _server("Accept images; default model smollm2-shapes", "if there is a projector"),
     ] = None
     mmproj: Annotated[
         Path | None, _server("Projector of the model, a GGUF file", "mmproj*.gguf in its folder")
@@ -116,10 +116,10 @@ class Config(RuntimeSettings):
         _access("Allow web pages of this origin, or * for all; repeatable", "loopback origins"),
     ] = ()
     media_allow: Annotated[
-        Hosts, _access("Allow pictures from this host or network; repeatable", "public addresses")
+        Hosts, _access("Allow images from this host or network; repeatable", "public addresses")
     ] = ()
     media_folder: Annotated[
-        Folders, _access("Allow file: URLs of pictures in this folder; repeatable", "none")
+        Folders, _access("Allow file: URLs of images in this folder; repeatable", "none")
     ] = ()
     no_auth: Annotated[bool, _access("Allow a public address without API keys")] = False
     context_cache: Annotated[bool, _cache("Reuse cached state")] = True

@@ -66,7 +66,7 @@ def check_settings(config: Config) -> None:
     if config.host not in LOOPBACK and not keyed and not config.no_auth:
         raise ConfigError(
             f"listening on {config.host} without an API key would let anybody on the network in: "
-            "give --api-key KEY, or say --no-auth if that is what you want"
+            "give --api-key KEY, or --no-auth to allow everybody"
         )
     if config.mmproj is not None and len(config.model) > 1:
         raise ConfigError(

@@ -33,4 +33,4 @@ def test_a_picture_reaches_the_runtime_in_its_place(source: Any, is_result: bool
 def test_a_model_that_reads_text_alone_says_so() -> None:
     picture = {"type": "image", "source": BASE64}
     answer = ask(Front(), messages=[{"role": "user", "content": [picture]}])
-    assert "reads text alone" in error(answer)["message"]
+    assert "reads only text" in error(answer)["message"]

@@ -103,7 +103,7 @@ def test_a_reply_has_no_images() -> None:
     front = Front(ScriptedRuntime(sees=True))
     answer = front.chat(messages=[{"role": "assistant", "content": [RED_PART]}])
     assert answer.status_code == 400
-    assert "takes text alone" in error(answer)["message"]
+    assert "takes only text" in error(answer)["message"]
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_model_that_cannot_see_refuses_before_anything_is_fetched(path: str, k
     answer = front.post(path, {"messages": [user(part)], "cache_key": "k"})
     assert answer.status_code == 400
     assert error(answer)["code"] == "unsupported_parameter"
-    assert "reads text alone" in error(answer)["message"]
+    assert "reads only text" in error(answer)["message"]
     assert not canary.was_hit
     assert front.runtime.requests == []
     canary.close()

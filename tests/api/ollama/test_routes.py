@@ -271,7 +271,7 @@ def test_a_failure_is_a_status_before_the_stream_and_a_line_within_it() -> None:
         ({"format": "xml"}, '"json", or a JSON schema'),
         ({"think": "often"}, '"low", "medium" or "high"'),
         ({"messages": [{"role": "robot", "content": "x"}]}, "role"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "reads text alone"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["aa"]}]}, "reads only text"),
         ({"messages": [{"role": "assistant", "images": ["aa"]}]}, "leave out `images`"),
     ],
 )

@@ -31,7 +31,7 @@ def test_a_picture_reaches_the_runtime_in_its_place(is_output: bool, truncation:
 
 
 def test_a_model_that_reads_text_alone_says_so() -> None:
-    assert "reads text alone" in refused(input=[{"role": "user", "content": [PICTURE]}])
+    assert "reads only text" in refused(input=[{"role": "user", "content": [PICTURE]}])
 
 
 def test_an_error_about_a_picture_names_the_field_of_this_dialect() -> None:

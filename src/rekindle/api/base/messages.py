@@ -182,7 +182,7 @@ class Message(StrictModel):
             if getattr(self, name) is None:
                 raise ValueError(f"needs `{name}`, as every {self.role} message does")
         if self.role == "assistant" and self.media:
-            raise ValueError("takes text alone as content, as every assistant message does")
+            raise ValueError("takes only text as content, as every assistant message does")
         return self
 
     @property

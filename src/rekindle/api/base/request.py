@@ -169,7 +169,7 @@ async def load_media(
     ]
     if sources and IMAGE not in runtime.loaded.modalities:
         raise Unsupported(
-            f"the model {runtime.name} reads text alone: leave images and videos out, or serve a "
+            f"the model {runtime.name} reads only text: leave images and videos out, or serve a "
             "model that has a projector (--vlm, --mmproj)",
             param="messages",
         )

@@ -169,7 +169,7 @@ class OllamaMessage(StrictModel):
     @model_validator(mode="after")
     def _assistant_has_no_images(self) -> OllamaMessage:
         if self.images and self.role == "assistant":
-            raise ValueError("takes text alone from the assistant: leave out `images`")
+            raise ValueError("takes only text from the assistant: leave out `images`")
         return self
 
 

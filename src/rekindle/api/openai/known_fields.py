@@ -17,7 +17,7 @@ NO_TEXT_TOOLS = "text completions call no tools: use /v1/chat/completions, or re
 #: Fields of OpenAI's API.
 OPENAI: FieldTable = {
     "audio": Refused("audio is not supported: remove"),
-    "modalities": Refused("replies are text alone: remove", (["text"], [])),
+    "modalities": Refused("answers are only text: remove", (["text"], [])),
     "web_search_options": Refused("there is no web search: remove"),
     "store": Ignored("completions are not stored; /v1/responses stores them", (False,)),
     "prediction": Ignored("it makes a reply faster and does not change it"),

@@ -81,7 +81,7 @@ def _refuse_unserved(value: Any) -> Any:
 def refuse_images(content: Any) -> Any:
     """Refuse images where a model wrote the content."""
     if isinstance(content, list) and any(isinstance(part, ImagePart) for part in content):
-        raise ValueError("takes text alone, and no `input_image`: send images as the user")
+        raise ValueError("takes only text, and no `input_image`: send images as the user")
     return content
 
 
