@@ -94,6 +94,7 @@ def test_the_openapi_document_lists_every_endpoint(front: Front) -> None:
         "/slots/{slot}",
         "/props",
         "/v1/responses",
+        "/v1/responses/compact",
         "/v1/responses/input_tokens",
         "/v1/responses/{response_id}",
         "/v1/responses/{response_id}/input_items",
