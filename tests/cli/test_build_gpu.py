@@ -106,6 +106,11 @@ def test_a_failed_build_shows_its_error_and_names_its_log(home: Path, console: C
     assert load_config({}).llama_lib is None
 
 
+def test_the_reason_of_an_error_is_shown_although_blank_lines_come_before_it() -> None:
+    lines = ["-- checked", "CMake Error: the compiler is broken", *[""] * 20, "nvcc fatal: why"]
+    assert build_gpu._first_error(lines) == [lines[1], lines[-1]]
+
+
 def test_a_broken_settings_file_is_reported_before_the_build(home: Path, console: Console) -> None:
     file = home / "config" / "rekindle" / "rekindle.yaml"
     file.parent.mkdir(parents=True)

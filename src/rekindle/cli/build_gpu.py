@@ -238,7 +238,11 @@ def _compile(options: BuildOptions, source: Path, console: Console) -> Path:
 
 
 def _first_error(lines: list[str]) -> list[str]:
-    """Return the lines from the first error on, or the last lines. Later errors often follow."""
+    """Return the lines from the first error on, or the last lines. Later errors often follow.
+
+    CMake puts blank lines between an error and its reason.
+    """
+    lines = [line for line in lines if line]
     is_error = re.compile(r"\berror\b|build-llama:", re.IGNORECASE).search
     start = next((n for n, line in enumerate(lines) if is_error(line)), -SHOWN_LINES)
     return lines[start:][:SHOWN_LINES]
