@@ -18,6 +18,7 @@ from rekindle.cli.main import app
 from rekindle.cli.selftest import ChatClient, CheckFailed, Report, SelfTest
 from rekindle.config import Config
 from rekindle.errors import ConfigError
+from rekindle.protocol.frames import Ready
 from tests.support.tiny import write_llama
 
 KEY = "a-secret-key"
@@ -43,6 +44,7 @@ def test_a_sound_machine_passes_and_the_report_says_nothing_about_the_user(tmp_p
     ]  # fmt: skip
     assert "All checks passed. The report is in" in output
     assert report["model"]["architecture"] == "llama"
+    assert report["model"]["exact_step_tokens"] == 64
     assert report["library"]["source"].startswith("xllamacpp==")
     assert report["speed"]["decode_tokens_per_s"] > 0
     text = json.dumps(report)
@@ -135,6 +137,21 @@ def test_a_turn_without_reuse_fails_unless_computing_takes_less_time(
     else:
         with pytest.raises(CheckFailed, match="turn 2 reused nothing"):
             test_run._conversation(server)
+
+
+@pytest.mark.parametrize("step_tokens", [64, 512, 1024])
+def test_the_prompts_are_long_enough_for_exact_reuse(test_run: SelfTest, step_tokens: int) -> None:
+    """Exact mode reuses whole steps, which are longer on a GPU. A token has at most one word."""
+
+    def answers(sent: Json) -> Json:
+        words = sum(len(message["content"].split()) for message in sent["messages"][:1])
+        reused = words - words % step_tokens
+        return answer("same", reused=reused, reason="exact_boundary")
+
+    server = client(answers)
+    test_run._model(Ready(4096, 8192, exact_step_tokens=step_tokens))
+    assert "3 turns" in test_run._conversation(server)
+    assert "from disk" in test_run._restart(server)
 
 
 def test_a_restart_that_changes_the_answer_is_found(test_run: SelfTest) -> None:

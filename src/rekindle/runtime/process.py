@@ -113,6 +113,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             layers=capabilities.layers,
             gpu_layers=capabilities.gpu_layers,
             capacities=capacities(engine, storage.store.tiers),
+            exact_step_tokens=capabilities.step_tokens,
             has_state_files=engine.state_files is not None,
             on_disk=storage.is_on_disk,
             conversations=storage.conversations,
