@@ -18,11 +18,11 @@ time.sleep(600)
 
 def start(folder: Path, *, ignoring: bool = False) -> subprocess.Popen[str]:
     (folder / "typer.py").write_text(STALLING)
-    code = "import rekindle.cli.start; rekindle.cli.start.main()"
-    if ignoring:
-        code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {code}"
+    # The tests themselves may run in the background, where a shell lets programs ignore Ctrl-C.
+    handler = "SIG_IGN" if ignoring else "default_int_handler"
+    code = f"import signal; signal.signal(signal.SIGINT, signal.{handler})"
     process = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{code}; import rekindle.cli.start; rekindle.cli.start.main()"],
         env={**os.environ, "PYTHONPATH": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -40,7 +40,10 @@ def test_ctrl_c_during_an_import_prints_no_traceback(tmp_path: Path) -> None:
     with start(tmp_path) as process:
         assert handler_during_import(process) == "SIG_DFL"
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert errors == ""
     assert process.returncode == -signal.SIGINT
 

@@ -262,8 +262,6 @@ def test_top_logprobs_need_logprobs() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("functions", [{"name": "f"}]),
-        ("function_call", {"name": "f"}),
         ("audio", {"voice": "x"}),
         ("chat_template", "{{ ''.__class__ }}"),
     ],
@@ -285,13 +283,6 @@ def test_a_text_completion_takes_nothing_of_a_chat(field: str, value: Any) -> No
     found = refused(Front().complete(**{field: value}), "unsupported_parameter")
     assert found["param"] == field
     assert "/v1/chat/completions" in found["message"]
-
-
-@pytest.mark.parametrize(("field", "instead"), [("functions", "tools"),
-                                                ("function_call", "tool_choice")])  # fmt: skip
-def test_legacy_tool_calling_is_refused_with_a_remedy(field: str, instead: str) -> None:
-    found = refused(Front().chat(**{field: [{"name": "f"}]}), "unsupported_parameter")
-    assert f"send `{instead}` instead of `{field}`" in found["message"]
 
 
 @pytest.mark.parametrize(

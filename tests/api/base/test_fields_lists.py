@@ -42,6 +42,10 @@ def inside(outer: str, element: Json, name: str, **rest: Any) -> Place:
     return lambda items: {**rest, outer: [{**element, name: items}]}
 
 
+def with_model(place: Place) -> Place:
+    return lambda items: {**place(items), "model": "tiny"}
+
+
 def chat(**more: Bound) -> dict[str, Bound]:
     """The lists of requests with OpenAI's messages."""
     assistant = {"role": "assistant", "content": ""}
@@ -104,6 +108,12 @@ PROMPT_OF_RESPONSES: dict[str, Bound] = responses(
 )
 RESULT = {"type": "tool_result", "tool_use_id": "c1"}
 FOUND = {"type": "search_result", "source": "s", "title": "t"}
+
+
+def document(items: Any) -> Json:
+    return {"type": "document", "source": {"type": "content", "content": items}}
+
+
 PROMPT_OF_MESSAGES: dict[str, Bound] = {
     "messages": (MAX_ITEMS, USER, at("messages", max_tokens=5)),
     "messages[].content": (MAX_ITEMS, PART, inside("messages", USER, "content", max_tokens=5)),
@@ -119,6 +129,18 @@ PROMPT_OF_MESSAGES: dict[str, Bound] = {
         PART,
         lambda items: inside("messages", USER, "content", max_tokens=5)(
             [{**RESULT, "content": [{**FOUND, "content": items}]}]
+        ),
+    ),
+    "messages[].content[].source.content": (
+        MAX_ITEMS,
+        PART,
+        lambda items: inside("messages", USER, "content", max_tokens=5)([document(items)]),
+    ),
+    "messages[].content[].content[].source.content": (
+        MAX_ITEMS,
+        PART,
+        lambda items: inside("messages", USER, "content", max_tokens=5)(
+            [{**RESULT, "content": [document(items)]}]
         ),
     ),
     "system": (MAX_ITEMS, PART, at("system", messages=[USER], max_tokens=5)),
@@ -181,6 +203,10 @@ LISTS: dict[str, dict[str, Bound]] = {
         "include": (32, "reasoning.encrypted_content", at("include", input="hello")),
     },
     "/v1/responses/input_tokens": PROMPT_OF_RESPONSES,
+    "/v1/responses/compact": {
+        path: (bound, item, with_model(place))
+        for path, (bound, item, place) in PROMPT_OF_RESPONSES.items()
+    },
     "/v1/conversations": responses("items"),
     "/v1/conversations/{conversation_id}/items": responses("items"),
     "/v1/messages": {

@@ -134,10 +134,6 @@ def test_empty_tool_calls_of_a_reply_are_dropped(nothing: Any) -> None:
             {"role": "assistant", "content": "x", "reasoning_content": 3},
             "`messages.0.reasoning_content` takes a string, not a number.",
         ),
-        (
-            {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
-            "`function_call` of a message is not supported: use `tool_calls`",
-        ),
     ],
 )
 def test_an_invalid_message_is_refused_with_the_values_it_takes(
@@ -146,10 +142,10 @@ def test_an_invalid_message_is_refused_with_the_values_it_takes(
     assert refusal(message) == sentence
 
 
-def test_the_legacy_role_of_a_result_is_refused_with_a_remedy() -> None:
+def test_the_result_of_a_function_that_was_not_called_is_refused() -> None:
     message = refusal({"role": "function", "name": "add", "content": "2"})
     assert "role 'function'" in message
-    assert "role 'tool'" in message
+    assert "`function_call`" in message
 
 
 def test_fields_that_no_template_reads_are_dropped() -> None:

@@ -259,7 +259,7 @@ def test_a_stream_of_calls_has_openais_shape() -> None:
     for chunk in found:
         ChatCompletionChunk.model_validate(chunk)
     deltas = [chunk["choices"][0]["delta"] for chunk in found]
-    assert deltas[0] == {"role": "assistant", "content": None}
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
     assert deltas[1] == {
         "tool_calls": [
             {"index": 0, "id": "call_0", "type": "function",
@@ -275,7 +275,7 @@ def test_a_stream_of_calls_has_openais_shape() -> None:
 def test_a_stream_that_speaks_before_it_calls_opens_with_text() -> None:
     runtime = ScriptedRuntime(calling(PARIS, before=[delta("Let me look.")]))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks(Front(runtime).chat(stream=True))]
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
     assert deltas[1] == {"content": "Let me look."}
 
 
@@ -301,7 +301,7 @@ def test_reasoning_is_streamed_as_it_comes() -> None:
     )
     *parts, usage = chunks(answer)
     assert [part["choices"][0]["delta"] for part in parts] == [
-        {"role": "assistant", "content": ""},
+        {"role": "assistant", "content": "", "refusal": None},
         {"reasoning_content": "Hm, "},
         {"reasoning_content": "two."},
         {"content": "2"},
@@ -337,6 +337,6 @@ def test_each_choice_of_a_stream_begins_with_its_role() -> None:
     for choice in (choice for chunk in found for choice in chunk["choices"]):
         first.setdefault(choice["index"], choice["delta"])
     assert first == {
-        0: {"role": "assistant", "content": ""},
-        1: {"role": "assistant", "content": None},
+        0: {"role": "assistant", "content": "", "refusal": None},
+        1: {"role": "assistant", "content": None, "refusal": None},
     }

@@ -182,7 +182,7 @@ def test_predicting_nothing_reads_the_prompt_and_returns_no_text() -> None:
         ({}, 5, 5),
         ({}, -1, None),
         ({}, -2, None),
-        ({"completion_max_tokens": 64, "given": frozenset({"completion_max_tokens"})}, None, 64),
+        ({"completion_max_tokens": 64, "given": {"completion_max_tokens": "a flag"}}, None, 64),
     ],
 )
 def test_a_completion_has_no_limit_unless_somebody_sets_one(
