@@ -210,8 +210,11 @@ class Visitor:
         last = self._response(client, input=self._topic())
         for number in range(self.chance.randrange(MOST_TURNS)):
             body = self._of_response(input=f"And {number}?", previous_response_id=last["id"])
-            answer = self._check(client.post(RESPONSES, json=body), RESPONSES, *GONE)
-            if answer.status_code in GONE:  # others needed its room
+            answer = client.post(RESPONSES, json=body)
+            if b'"previous_response_not_found"' in answer.content:  # others needed its room
+                return
+            self._check(answer, RESPONSES, *GONE)
+            if answer.status_code in GONE:
                 return
             last = answer.json()
         path = f"{RESPONSES}/{last['id']}"

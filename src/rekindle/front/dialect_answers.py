@@ -143,11 +143,8 @@ class OllamaStatus(TypedDict):
 # -- llama.cpp ------------------------------------------------------------------------------------
 
 
-class NativeCompletion(TypedDict):
-    """The answer of /completion and /infill. With several prompts or answers it is a list of them.
-
-    With `response_fields` it has only those.
-    """
+class NativeCompletion(TypedDict, total=False):
+    """An answer of /completion or /infill. With `response_fields` it has only those."""
 
     index: int
     content: str
@@ -165,8 +162,12 @@ class NativeCompletion(TypedDict):
     stop_type: Literal["eos", "word", "limit"]
     stopping_word: str
     timings: dict[str, Any]
-    completion_probabilities: NotRequired[list[dict[str, Any]]]
+    completion_probabilities: list[dict[str, Any]]
     x_cache: XCache
+
+
+#: Several prompts or answers are a list.
+NativeCompletions = NativeCompletion | list[NativeCompletion]
 
 
 class NativeVector(TypedDict):
@@ -226,8 +227,8 @@ ANSWERS: dict[str, Any] = {
     "POST /v1/tokenize": TokenList,
     "POST /v1/detokenize": DetokenizedText,
     "POST /v1/apply-template": RenderedPrompt,
-    "POST /completion": NativeCompletion,
-    "POST /infill": NativeCompletion,
+    "POST /completion": NativeCompletions,
+    "POST /infill": NativeCompletions,
     "POST /embedding": list[NativeVector],
     "GET /slots": list[NativeSlot],
     "POST /slots/{slot}": NoSlot,
