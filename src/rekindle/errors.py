@@ -175,6 +175,17 @@ class CacheKeyNotFound(NotFound):
         super().__init__("There is no such cache key. GET /v1/cache lists your cache keys.")
 
 
+class UnknownId(NotFound):
+    """A request names something that is not stored. Dialects subclass it for each kind of id."""
+
+    prefix = ""  # with which ids of this kind begin
+    field: str  # of the request, which has the id
+    text: str  # a format string that takes the id
+
+    def __init__(self, key: str) -> None:
+        super().__init__(self.text.format(repr(key[:128])), param=self.field)
+
+
 class NoRoomForPins(ServerError):
     status, kind, code = 507, "insufficient_storage_error", "pins_exceed_budget"
 

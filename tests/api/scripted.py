@@ -20,7 +20,6 @@ from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.front.app import build_app
 from rekindle.http.middleware import Drain
 from rekindle.protocol.admin import AdminOp, AdminResult
-from rekindle.protocol.embeddings import EmbedRequest, RankRequest
 from rekindle.protocol.events import (
     TERMINAL,
     ArgumentsDelta,
@@ -39,7 +38,7 @@ from rekindle.protocol.events import (
     ToolCallStart,
 )
 from rekindle.protocol.frames import DISK, RAM, Capacity, Ready, TurnRequest
-from rekindle.protocol.requests import GenerateRequest, LoadModel
+from rekindle.protocol.requests import EmbedRequest, GenerateRequest, LoadModel, RankRequest
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.worker.client import ModelFile, OnEvent, RuntimeClient
 

@@ -31,7 +31,7 @@ from rekindle.cli.build_gpu import probe
 from rekindle.config import Config
 from rekindle.errors import ConfigError, RekindleError
 from rekindle.event_stream import EventReader
-from rekindle.front.embedded import EmbeddedServer
+from rekindle.front.launch import EmbeddedServer
 from rekindle.models.catalogue import CATALOGUE
 from rekindle.protocol.frames import Ready
 from rekindle.protocol.settings import GB, usable_cores

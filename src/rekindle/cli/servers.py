@@ -123,8 +123,7 @@ def started_server(
 ) -> Iterator[ChatServer]:
     """Load a model, pulling it if needed, and serve it to this machine until the chat ends."""
     with QuietImports():
-        from rekindle.front.embedded import EmbeddedServer
-        from rekindle.front.launch import check_settings
+        from rekindle.front.launch import EmbeddedServer, check_settings
 
     config = load_config({"model": [model] if model else None}, file=config_file)
     config, api_key = _for_this_chat(config)

@@ -23,7 +23,6 @@ from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
 from rekindle.api.base import fields
 from rekindle.api.base.documents import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.base.models import ServedModels
-from rekindle.api.base.reply import ClientGone
 from rekindle.api.base.request import MEDIA
 from rekindle.api.cache import entries, files, internal, prepare, stats
 from rekindle.api.llama_server import routes as llama_server
@@ -48,7 +47,13 @@ from rekindle.front.openapi import EVERY_OPERATION, DocumentedApp
 from rekindle.http.auth import KeyFile, Keys
 from rekindle.http.body import VALIDATORS, open_validators
 from rekindle.http.middleware import Drain, RequestMiddleware
-from rekindle.http.responses import OPENAI_ERRORS, ErrorFormat, ErrorResponse, documented
+from rekindle.http.responses import (
+    OPENAI_ERRORS,
+    ClientGone,
+    ErrorFormat,
+    ErrorResponse,
+    documented,
+)
 from rekindle.media.loader import MediaLoader
 from rekindle.version import __version__
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, overload
 
 from pydantic import ValidationError
 from rich.console import Console
 
 from rekindle.api.base import fields as validation
-from rekindle.api.base.models import ServedModels
 from rekindle.api.base.reply import Turns
 from rekindle.api.base.request import RequestBuilder, load_media
 from rekindle.api.openai.request import chat_requests
@@ -24,15 +21,13 @@ from rekindle.api.openai.schema import ChatRequest
 from rekindle.config import Config, load_config
 from rekindle.errors import BadRequest, ConfigError
 from rekindle.front import launch
-from rekindle.front.app import api_keys
+from rekindle.front.launch import EmbeddedServer
 from rekindle.http.auth import OPEN_SALT
-from rekindle.http.middleware import Server
 from rekindle.media.loader import MediaLoader
 from rekindle.protocol.events import Delta, TextDelta
 
 DTYPES = ("auto", "bf16", "f16")
 
-T = TypeVar("T")
 Texts = SimpleQueue[str | None]  # pieces of a reply; None marks the end
 
 
@@ -69,7 +64,7 @@ class Engine:
         self._config = config.settings
         launch.check_settings(self._config)
         self._lock = threading.Lock()
-        self._server: EmbeddedServer | None = None
+        self._server: EmbeddedChat | None = None
 
     def __enter__(self) -> Engine:
         return self
@@ -137,10 +132,10 @@ class Engine:
     def base_url(self) -> str | None:
         return self._server.base_url if self._server else None
 
-    def _open(self) -> EmbeddedServer:
+    def _open(self) -> EmbeddedChat:
         with self._lock:
             if self._server is None:
-                self._server = EmbeddedServer(self._config)
+                self._server = EmbeddedChat(self._config)
             return self._server
 
 
@@ -159,69 +154,21 @@ def _request(fields: dict[str, Any]) -> ChatRequest:
     return request
 
 
-class EmbeddedServer:
-    """Loaded models, and a thread with the event loop that runs them."""
+class EmbeddedChat(EmbeddedServer):
+    """An embedded server that also answers chats of the calling program, without HTTP."""
 
     def __init__(self, config: Config) -> None:
-        console = Console(stderr=True)
-        loads = launch.fetch(config, console)
+        super().__init__(config)
         self._media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
-        self._loop = asyncio.new_event_loop()
-        self._stopping = asyncio.Event()
-        self._thread = threading.Thread(target=self._run_loop, daemon=True)
-        self._thread.start()
-        self._stack = contextlib.AsyncExitStack()
-        self._http: tuple[Server, Future[None]] | None = None
-        self.base_url: str | None = None  # while it serves HTTP
-        try:
-            self._models: ServedModels = self._submit(
-                self._stack.enter_async_context(launch.open_models(config, loads, console))
-            ).result()
-        except BaseException:
-            self._stop_loop()
-            raise
-
-    @property
-    def models(self) -> ServedModels:
-        return self._models
-
-    def _run_loop(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._stopping.wait())
-
-    def _stop_loop(self) -> None:
-        """Stop the loop, which cancels its tasks and waits for them."""
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join()
-
-    def _submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self) -> None:
-        if self._http is not None:
-            server, ended = self._http
-            server.should_exit = True
-            ended.result()
-        self._submit(self._media.close()).result()
-        self._submit(self._stack.aclose()).result()
-        self._stop_loop()
-
-    def serve(self, config: Config) -> None:
-        """Serve HTTP in the background, with the same models and cache."""
-        if self._http is not None:
-            raise ConfigError(f"this engine already serves on {self.base_url}")
-        keys = api_keys(config)
-        listener = launch.bind(config, config.port)
-        server = launch.build_server(config, self._models, keys)
-        listener.listen(server.config.backlog)
-        self._http = server, self._submit(server.serve(sockets=[listener]))
-        host, port = listener.getsockname()[:2]
-        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        self.submit(self._media.close()).result()
+        super().close()
 
     def chat(self, request: ChatRequest) -> Generator[str, None, None]:
         """Yield the reply in pieces. Closing the generator early cancels the turn."""
         texts: Texts = SimpleQueue()
-        turn = self._submit(self._generate(request, texts))
+        turn = self.submit(self._generate(request, texts))
         try:
             while (text := texts.get()) is not None:
                 yield text
@@ -231,11 +178,11 @@ class EmbeddedServer:
 
     async def _generate(self, request: ChatRequest, texts: Texts) -> None:
         try:
-            runtime = self._models.runtime(request.model)
+            runtime = self.models.runtime(request.model)
             chat = await load_media(
                 self._media, runtime, request.messages, request.resize, OPEN_SALT
             )
-            builder = RequestBuilder(self._models.config_of(runtime), OPEN_SALT)
+            builder = RequestBuilder(self.models.config_of(runtime), OPEN_SALT)
             requests = chat_requests(request, builder, chat)
             with contextlib.closing(Turns(runtime, requests)) as turns:
                 while turns.open:

@@ -1,4 +1,7 @@
-"""Launches the server: checks the settings, loads the models and serves HTTP until a signal."""
+"""Launches a server: checks the settings, loads the models and serves HTTP.
+
+`serve` blocks until a signal. `EmbeddedServer` runs in a thread of another program.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvicorn
 from msgspec import structs
@@ -43,6 +49,8 @@ from rekindle.worker.client import RuntimeClient
 log = logging.getLogger("rekindle")
 
 MAX_OPEN_FILES = 65_536
+
+T = TypeVar("T")
 
 
 def serve(config: Config, console: Console) -> None:
@@ -254,3 +262,58 @@ def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
         ),
         drain,
     )
+
+
+class EmbeddedServer:
+    """Runs models in a thread of the calling program, and serves HTTP if `serve` is called."""
+
+    def __init__(self, config: Config) -> None:
+        console = Console(stderr=True)
+        loads = fetch(config, console)
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._run_loop, daemon=True)
+        self._thread.start()
+        self._stack = contextlib.AsyncExitStack()
+        self._http: tuple[Server, Future[None]] | None = None
+        self.base_url: str | None = None  # while it serves HTTP
+        try:
+            self.models: ServedModels = self.submit(
+                self._stack.enter_async_context(open_models(config, loads, console))
+            ).result()
+        except BaseException:
+            self._stop_loop()
+            raise
+
+    def _run_loop(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._stopping.wait())
+
+    def _stop_loop(self) -> None:
+        """Stop the loop, which cancels its tasks and waits for them."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine in the thread of the models."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self) -> None:
+        if self._http is not None:
+            server, ended = self._http
+            server.should_exit = True
+            ended.result()
+        self.submit(self._stack.aclose()).result()
+        self._stop_loop()
+
+    def serve(self, config: Config) -> None:
+        """Serve HTTP in the background, with the same models and cache."""
+        if self._http is not None:
+            raise ConfigError(f"this engine already serves on {self.base_url}")
+        keys = api_keys(config)
+        listener = bind(config, config.port)
+        server = build_server(config, self.models, keys)
+        listener.listen(server.config.backlog)
+        self._http = server, self.submit(server.serve(sockets=[listener]))
+        host, port = listener.getsockname()[:2]
+        self.base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"

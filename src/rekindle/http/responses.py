@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -17,6 +18,8 @@ from rekindle.errors import ServerError, Unavailable
 from rekindle.http.protocol import BODY_WRITER, BodyWriter
 
 log = logging.getLogger("rekindle.api")
+
+T = TypeVar("T")
 
 ERROR_HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}
 SSE_DONE = b"data: [DONE]\n\n"
@@ -265,3 +268,24 @@ async def disconnected(receive: Receive) -> None:
     """Return once the client has disconnected."""
     while (await receive()).get("type") != "http.disconnect":
         pass
+
+
+class ClientGone(Exception):
+    """The client disconnected before the answer began."""
+
+
+async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
+    """Await the answer; cancel it as soon as the client disconnects."""
+    work = asyncio.create_task(answer)
+    disconnect = asyncio.create_task(disconnected(request.receive))
+    try:
+        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGone
+        return work.result()
+    except asyncio.CancelledError:
+        raise Unavailable("the server is stopping; send the request again") from None
+    finally:
+        disconnect.cancel()
+        work.cancel()
+        await asyncio.gather(work, disconnect, return_exceptions=True)

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from rekindle.protocol.embeddings import Embedded, Ranked
-
 FinishReason = Literal["stop", "length", "tool_calls"]
 Status = Literal["hit", "partial_hit", "miss"]
 
@@ -169,6 +167,25 @@ class Finished(Struct, tag=True):
     reasoning_tokens: int = 0  # completion tokens that are reasoning
     completion_s: float = 0.0  # from the first token to the last
     stop_string: str | None = None  # the stop string that ended the reply
+
+
+class Embedded(Struct, tag=True):
+    """The vectors of a request, in the order of its inputs."""
+
+    turn: int
+    vectors: bytes  # little-endian f32, concatenated
+    dimensions: int  # of each vector
+    prompt_tokens: int
+    reused_tokens: int  # prompt tokens that were not computed for this request
+
+
+class Ranked(Struct, tag=True):
+    """The scores of a request, from 0 to 1, in the order of its documents."""
+
+    turn: int
+    scores: list[float]
+    prompt_tokens: int
+    reused_tokens: int
 
 
 class Failed(Struct, tag=True):

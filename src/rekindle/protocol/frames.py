@@ -14,9 +14,15 @@ import msgspec
 from msgspec import Struct
 
 from rekindle.protocol.admin import AdminReply, AdminRequest
-from rekindle.protocol.embeddings import EmbedRequest, RankRequest
 from rekindle.protocol.events import Event
-from rekindle.protocol.requests import Cancel, GenerateRequest, LoadModel, Stop
+from rekindle.protocol.requests import (
+    Cancel,
+    EmbedRequest,
+    GenerateRequest,
+    LoadModel,
+    RankRequest,
+    Stop,
+)
 
 _LENGTH = struct.Struct(">I")
 

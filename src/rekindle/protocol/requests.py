@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from blake3 import blake3
 from msgspec import Struct, structs
@@ -234,6 +234,36 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
             for choice in self.more_choices
         )
         return [first, *others]
+
+
+class EmbedderRequest(Struct, kw_only=True):
+    turn: int = 0
+    reuse: bool = True
+    salt: bytes = b""  # of the tenant
+    request_id: str | None = None  # of the HTTP request, for the log
+
+    @property
+    def turns(self) -> list[int]:
+        return [self.turn]
+
+    def with_turn_ids(self, ids: Iterator[int]) -> Self:
+        return structs.replace(self, turn=next(ids))
+
+
+class EmbedRequest(EmbedderRequest, tag=True, kw_only=True):
+    """Asks for one vector per input, which is a text or token ids. Ends with Embedded."""
+
+    inputs: list[str | list[int]]
+    truncate: bool = False  # shorten a text that is longer than the context; False: refuse it
+    dimensions: int | None = None  # truncate each vector and normalise it again; None: keep all
+    batch_size: int | None = None  # maximum number of inputs of this request in one batch
+
+
+class RankRequest(EmbedderRequest, tag=True, kw_only=True):
+    """Asks for one relevance score per document. Ends with Ranked."""
+
+    query: str
+    documents: list[str]
 
 
 class Cancel(Struct, tag=True):

@@ -10,7 +10,7 @@ import pytest
 from rekindle.config import Config
 from rekindle.errors import ConfigError
 from rekindle.front.launch import check_settings
-from rekindle.protocol.embeddings import Embedded
+from rekindle.protocol.events import Embedded
 from rekindle.protocol.frames import Ready
 from tests.api.scripted import Front, ScriptedRuntime, error
 

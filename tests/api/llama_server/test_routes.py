@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.protocol.embeddings import Embedded
-from rekindle.protocol.events import Delta, Prefill, Started, TextDelta, TokenLogprob
+from rekindle.protocol.events import Delta, Embedded, Prefill, Started, TextDelta, TokenLogprob
 from rekindle.protocol.frames import Ready
 from rekindle.protocol.requests import ExtraFile, Infill
 from tests.api.scripted import Front, ScriptedRuntime, Step, events, failed, finished

@@ -9,8 +9,9 @@ import pytest
 
 from rekindle.api.base.fields import MAX_CHARACTERS, MAX_INPUTS
 from rekindle.http.auth import OPEN_SALT
-from rekindle.protocol.embeddings import Embedded, EmbedRequest
+from rekindle.protocol.events import Embedded
 from rekindle.protocol.frames import Ready
+from rekindle.protocol.requests import EmbedRequest
 from tests.api.scripted import Front, ScriptedRuntime
 
 VECTORS = np.array([[0.5, 0.25], [1.0, 0.0]], "<f4")

@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from rekindle.errors import TooManyRequests
-from rekindle.protocol.embeddings import Embedded, EmbedRequest
-from rekindle.protocol.events import Cancelled, Started
+from rekindle.protocol.events import Cancelled, Embedded, Started
 from rekindle.protocol.frames import Ready
+from rekindle.protocol.requests import EmbedRequest
 from tests.api.live import live, soon
 from tests.api.scripted import Front, Pause, ScriptedRuntime, Step, error, failed
 from tests.front.test_disconnect import request

@@ -13,9 +13,8 @@ import pytest
 
 from rekindle.errors import ModelError, ReportedError
 from rekindle.protocol.admin import CollectExpired, GetStats, Stats
-from rekindle.protocol.embeddings import Embedded, EmbedRequest
-from rekindle.protocol.events import Failed, Started
-from rekindle.protocol.requests import LoadModel
+from rekindle.protocol.events import Embedded, Failed, Started
+from rekindle.protocol.requests import EmbedRequest, LoadModel
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.worker import supervisor
 from rekindle.worker.client import RuntimeClient

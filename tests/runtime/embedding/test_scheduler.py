@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
-from rekindle.protocol.events import TERMINAL, Cancelled, Event, Failed, Started
+from rekindle.protocol.events import TERMINAL, Cancelled, Embedded, Event, Failed, Ranked, Started
+from rekindle.protocol.requests import EmbedRequest, RankRequest
 from rekindle.runtime.embedding.scheduler import (
     ENTRY_OVERHEAD_BYTES,
     EmbeddingScheduler,

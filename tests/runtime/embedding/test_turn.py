@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rekindle.errors import BadRequest
-from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
+from rekindle.protocol.events import Embedded, Ranked
+from rekindle.protocol.requests import EmbedRequest, RankRequest
 from rekindle.runtime.embedding.turn import EmbeddingTurn, encode_inputs
 from tests.support.fake_embedder import DIMENSIONS, FakeEmbedder, vector_of
 

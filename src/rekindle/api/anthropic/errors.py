@@ -8,8 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.datastructures import Headers
 
-from rekindle.api.base.documents import UnknownId
-from rekindle.errors import BadRequest, ServerError
+from rekindle.errors import BadRequest, ServerError, UnknownId
 from rekindle.http.logs import current_id
 from rekindle.http.responses import ErrorFormat, sse_event
 

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import models_of
-from rekindle.errors import CacheKeyNotFound, NotFound, ServerError
+from rekindle.errors import CacheKeyNotFound, ServerError, UnknownId
 from rekindle.http.auth import caller_of
 from rekindle.http.body import body_of
 from rekindle.protocol.admin import (
@@ -58,17 +58,6 @@ DocumentSlots = WeakValueDictionary[bytes, TenantSlots]  # by tenant
 
 
 T = TypeVar("T")
-
-
-class UnknownId(NotFound):
-    """A request names something that is not stored here."""
-
-    prefix = ""  # of ids of its kind
-    field: str
-    text: str  # with a place for the id
-
-    def __init__(self, key: str) -> None:
-        super().__init__(self.text.format(repr(key[:128])), param=self.field)
 
 
 class NotStored(ServerError):

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,18 +29,19 @@ from rekindle.http.responses import (
     EventStream,
     JsonResponse,
     SignOfLife,
-    disconnected,
     error_format,
+    while_connected,
 )
-from rekindle.protocol.embeddings import Embedded, Ranked
 from rekindle.protocol.events import (
     Cancelled,
     Delta,
+    Embedded,
     Event,
     Failed,
     Finished,
     Part,
     Prefill,
+    Ranked,
     Started,
     TokenLogprob,
 )
@@ -55,10 +56,6 @@ OnDelta = Callable[[int, Delta], bool]
 log = logging.getLogger("rekindle.turn")
 
 LOG_EVERY_S = 5.0
-
-
-class ClientGone(Exception):
-    """The client disconnected before the answer began."""
 
 
 class PrefillLog:
@@ -225,23 +222,6 @@ class VectorsResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-async def while_connected(request: Request, answer: Coroutine[Any, Any, T]) -> T:
-    """Await the answer; cancel it as soon as the client disconnects."""
-    work = asyncio.create_task(answer)
-    disconnect = asyncio.create_task(disconnected(request.receive))
-    try:
-        await asyncio.wait({work, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientGone
-        return work.result()
-    except asyncio.CancelledError:
-        raise Unavailable("the server is stopping; send the request again") from None
-    finally:
-        disconnect.cancel()
-        work.cancel()
-        await asyncio.gather(work, disconnect, return_exceptions=True)
 
 
 IGNORED_TOOLS_HEADER = "x-ignored-tools"

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from rekindle.api.base.fields import MAX_ID_CHARACTERS
 from rekindle.api.base.messages import VIDEO, Message, rendered
 from rekindle.api.base.models import models_of
-from rekindle.api.base.reply import while_connected
 from rekindle.config import Config
 from rekindle.errors import Unsupported
 from rekindle.http.auth import caller_of
 from rekindle.http.body import body_of, run_off_loop_if_large
+from rekindle.http.responses import while_connected
 from rekindle.media.loader import Hold, LoadedImage, MediaLoader
 from rekindle.protocol.requests import (
     IMAGE,

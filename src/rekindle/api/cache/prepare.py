@@ -12,13 +12,13 @@ from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, StrictModel, count_characters
 from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.base.reply import Turns, while_connected
+from rekindle.api.base.reply import Turns
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.base.tools import Tools, described
 from rekindle.api.cache.entries import Prepared, entry_fields
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
 from rekindle.http.body import JsonRoute
-from rekindle.http.responses import documented
+from rekindle.http.responses import documented, while_connected
 from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Finished
 from rekindle.protocol.requests import GenerateRequest, Prepare

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from rekindle.api.base.completions import build_request, token_limit
 from rekindle.api.base.llama_result import sampling_settings
 from rekindle.api.base.models import ModelNumber, ServedModels, models_of
-from rekindle.api.base.reply import VectorsResponse, result_of, vectors, while_connected
+from rekindle.api.base.reply import VectorsResponse, result_of, vectors
 from rekindle.api.base.request import RequestBuilder
 from rekindle.api.base.sampling import SamplingFields
 from rekindle.api.llama_server.errors import LlamaErrorBody, NotSupported
@@ -26,9 +26,9 @@ from rekindle.config import Config
 from rekindle.errors import Forbidden, Unavailable, Unsupported
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop, run_off_loop_if_large
-from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
-from rekindle.protocol.embeddings import Embedded, EmbedRequest
-from rekindle.protocol.requests import IMAGE, GenerateRequest, Infill
+from rekindle.http.responses import MAY_STREAM, JsonResponse, documented, while_connected
+from rekindle.protocol.events import Embedded
+from rekindle.protocol.requests import IMAGE, EmbedRequest, GenerateRequest, Infill
 from rekindle.version import __version__
 from rekindle.worker.client import RuntimeClient
 

@@ -9,15 +9,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.models import models_of
-from rekindle.api.base.reply import VectorsResponse, result_of, vectors, while_connected
+from rekindle.api.base.reply import VectorsResponse, result_of, vectors
 from rekindle.api.ollama.models import bare
 from rekindle.api.ollama.reply import NS, OllamaErrorBody
 from rekindle.api.ollama.schema import OllamaEmbedRequest
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop_if_large
 from rekindle.http.middleware import received_s
-from rekindle.http.responses import documented
-from rekindle.protocol.embeddings import Embedded, EmbedRequest
+from rekindle.http.responses import documented, while_connected
+from rekindle.protocol.events import Embedded
+from rekindle.protocol.requests import EmbedRequest
 from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(

@@ -12,16 +12,12 @@ from starlette.responses import Response
 
 from rekindle.api.base.fields import Count, PromptInput, StrictModel, as_prompts, limit_inputs
 from rekindle.api.base.models import models_of
-from rekindle.api.base.reply import (
-    VectorsResponse,
-    embedder_usage,
-    result_of,
-    vectors,
-    while_connected,
-)
+from rekindle.api.base.reply import VectorsResponse, embedder_usage, result_of, vectors
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop_if_large
-from rekindle.protocol.embeddings import Embedded, EmbedRequest
+from rekindle.http.responses import while_connected
+from rekindle.protocol.events import Embedded
+from rekindle.protocol.requests import EmbedRequest
 
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 

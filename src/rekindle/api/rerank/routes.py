@@ -19,11 +19,12 @@ from rekindle.api.base.fields import (
     takes,
 )
 from rekindle.api.base.models import models_of
-from rekindle.api.base.reply import embedder_usage, result_of, while_connected
+from rekindle.api.base.reply import embedder_usage, result_of
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute
-from rekindle.http.responses import JsonResponse
-from rekindle.protocol.embeddings import Ranked, RankRequest
+from rekindle.http.responses import JsonResponse, while_connected
+from rekindle.protocol.events import Ranked
+from rekindle.protocol.requests import RankRequest
 
 router = APIRouter(route_class=JsonRoute, tags=["rerank"])
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle.api.base.documents import UnknownId
-from rekindle.errors import BadRequest, ServerError
+from rekindle.errors import BadRequest, ServerError, UnknownId
 from rekindle.http.responses import ErrorFormat, sse_event
 
 ROOTS = ("/v1/responses", "/v1/conversations")

@@ -10,9 +10,8 @@ from rekindle.engine.base import EngineOptions
 from rekindle.engine.registry import kind_of, load_embedder
 from rekindle.errors import Unsupported
 from rekindle.protocol.admin import AdminReply, AdminRequest, GetStats
-from rekindle.protocol.embeddings import EmbedRequest, RankRequest
 from rekindle.protocol.frames import Loading, Ready, TurnRequest
-from rekindle.protocol.requests import Cancel
+from rekindle.protocol.requests import Cancel, EmbedRequest, RankRequest
 from rekindle.protocol.settings import RuntimeSettings
 from rekindle.runtime.embedding.scheduler import EmbeddingScheduler, VectorCache
 from rekindle.runtime.embedding.turn import EmbeddingTurn, encode_inputs

@@ -9,7 +9,8 @@ import numpy as np
 
 from rekindle.engine.base import Embedder, Matrix
 from rekindle.errors import BadRequest, InputTooLong, Unsupported
-from rekindle.protocol.embeddings import Embedded, EmbedRequest, Ranked, RankRequest
+from rekindle.protocol.events import Embedded, Ranked
+from rekindle.protocol.requests import EmbedRequest, RankRequest
 from rekindle.tokens import pack
 
 
