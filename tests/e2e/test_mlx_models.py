@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -100,6 +101,23 @@ def test_an_adapter_changes_the_answer_and_shares_no_state(server: Server, tmp_p
         again = chat(other, "tiny-mlx", LONG)
     assert cached(adapted) == 0 < cached(again)
     assert content(adapted) == content(again) != content(plain)
+
+
+def test_folders_that_differ_only_in_their_template_both_keep_state(tmp_path: Path) -> None:
+    """Their state is interchangeable, but each process needs a cache folder of its own."""
+    plain, other = write_tiny_mlx(tmp_path / "plain"), write_tiny_mlx(tmp_path / "other")
+    about = json.loads((other / "tokenizer_config.json").read_text())
+    about["chat_template"] = "Another template. " + about["chat_template"]
+    (other / "tokenizer_config.json").write_text(json.dumps(about))
+    flags = ("--model", str(other))
+    with running(plain, tmp_path, *flags) as server:
+        first = {model: chat(server, model, LONG) for model in ("plain", "other")}
+    assert "is using the cache folder" not in server.log.read_text()
+    with running(plain, tmp_path, *flags) as server:
+        for model, cold in first.items():
+            again = chat(server, model, LONG)
+            assert content(again) == content(cold)
+            assert cached(again) == cold["usage"]["prompt_tokens"] - 1
 
 
 def test_a_picture_for_a_text_only_folder_is_refused_with_a_remedy(server: Server) -> None:

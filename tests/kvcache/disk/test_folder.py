@@ -110,6 +110,32 @@ def test_a_planted_link_in_place_of_a_folder_is_refused(home: Path, open_one: Op
     assert sorted(outside.rglob("*")) == before
 
 
+def test_two_models_of_one_server_with_equal_state_have_a_folder_each(open_one: Opener) -> None:
+    first, second = ("first", "second"), ("second", "first")
+    opened = open_one(served=first), open_one(served=second)
+    paths = [folder.path for folder in opened]
+    assert paths[0] != paths[1]
+    for folder, records in zip(opened, (2, 3), strict=True):
+        fill(folder, records)
+        folder.close()
+    again = open_one(served=second), open_one(served=first)  # in the other order
+    assert [folder.path for folder in again] == paths[::-1]
+    assert [len(folder.index_db.blocks()) for folder in again] == [3, 2]
+
+
+def test_a_model_that_was_moved_keeps_its_folder(open_one: Opener) -> None:
+    folder = open_one(served=("old", "other"))
+    folder.close()
+    assert open_one(served=("new", "other")).path == folder.path
+
+
+def test_a_model_keeps_its_own_folder_without_the_other_one(open_one: Opener) -> None:
+    open_one(served=("first", "second"))
+    own = open_one(served=("second", "first"))
+    own.close()
+    assert open_one(served=("second",)).path == own.path
+
+
 # -- the secret ----------------------------------------------------------------------------------
 
 

@@ -86,14 +86,14 @@ def open_folder(
     """
     configured, secret = secret, read_secret(cache_dir, secret)
     home = cache_dir.resolve()
-    # Another secret gets another folder, because it could not verify anything in this one.
-    path = home / blake3(identity + (configured or b"")).hexdigest()[:32]
     with ExitStack() as resources:
         with gate(home):
+            # Another secret gets another folder, because it could not verify anything in this one.
+            path = _choose_path(home, identity + (configured or b""), served)
             lock = _claim_new(path)
             resources.callback(os.close, lock)
             limit, superseded_bytes = _make_room(path, served, limit_bytes)
-        _write_name(path / _NAME, served[0])
+            _write_name(path / _NAME, served[0])
         if configured is not None:
             _write_name(path / _SEAL, _seal(configured))
         _touch(lock)
@@ -112,6 +112,17 @@ def open_folder(
             resources.pop_all(),
             index,
         )
+
+
+def _choose_path(home: Path, identity: bytes, served: Sequence[str]) -> Path:
+    """Return the folder of this state, or a separate one for this model if the folder belongs to
+    another model of the server. Two models can have equal state if only their templates differ."""
+    shared, own = (
+        home / blake3(content).hexdigest()[:32]
+        for content in (identity, identity + os.fsencode(served[0]))
+    )
+    others = [name for name in served if name != served[0]]
+    return own if own.is_dir() or _read_name(shared / _NAME) in others else shared
 
 
 def secret_of(path: Path, configured: bytes | None) -> bytes | None:
