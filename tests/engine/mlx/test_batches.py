@@ -36,6 +36,17 @@ def test_rows_of_similar_length_stay_together() -> None:
     assert by_length({"a": 100, "b": 30_000, "c": 100, "d": 90}, 256) == [["b", "a"], ["c", "d"]]
 
 
+def test_the_padding_of_all_groups_fits_into_the_free_tokens() -> None:
+    chosen = random.Random(0)
+    for _ in range(500):
+        lengths = {row: chosen.randint(1, 1000) for row in range(chosen.randint(1, 16))}
+        free = chosen.choice([0, 100, 1000])
+        groups = by_length(lengths, STEP, free)
+        assert sorted(row for group in groups for row in group) == list(lengths)
+        widths = [len(group) * max(lengths[row] for row in group) for group in groups]
+        assert sum(widths) - sum(lengths.values()) <= free
+
+
 def test_growing_rows_rarely_change_groups() -> None:
     chosen = random.Random(0)
     for _ in range(50):
@@ -51,6 +62,24 @@ def test_growing_rows_rarely_change_groups() -> None:
 def held_bytes(engine: MlxEngine, kv_type: KvType) -> int:
     found = engine._batches[kv_type]._batches
     return sum(cache.nbytes for batch in found for cache in batch._caches)
+
+
+def test_a_full_pool_has_no_padding(tmp_path: Path) -> None:
+    """Rows decode by themselves rather than take more memory than the KV budget has."""
+    path = write_tiny_mlx(tmp_path / "tiny")
+    engine = MlxEngine(EngineOptions(path=path, parallel=2, context_tokens=512))
+    sequences = [engine.sequences.open(exact=False) for _ in range(2)]
+    for each, tokens in zip(sequences, (300, 200), strict=True):
+        prefill(engine, each, [3] * tokens)
+    filler = engine.sequences.open(exact=False)
+    work = [Work(each, [5], engine.sampler(GREEDY, [])) for each in sequences]
+    for free, batches in ((102, 1), (99, 0)):
+        tokens = engine.sequences.free_tokens() - free
+        engine.sequences.grow(filler, tokens)
+        run_step(engine, work)
+        found = engine._batches[engine.capabilities.kv_type]._batches
+        assert len(found) == batches
+    engine.close()
 
 
 def test_one_long_row_does_not_widen_the_others(tmp_path: Path) -> None:

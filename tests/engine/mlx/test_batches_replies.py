@@ -84,7 +84,7 @@ def test_replies_do_not_depend_on_the_composition_of_batches(
     """Rows move between batches at every step, which lengths rarely cause."""
     chosen = random.Random(0)
 
-    def divide(lengths: Mapping[Sequence, int], _spare: int) -> list[list[Sequence]]:
+    def divide(lengths: Mapping[Sequence, int], *_limits: int) -> list[list[Sequence]]:
         rows = list(lengths)
         chosen.shuffle(rows)
         cut = chosen.randint(0, len(rows))

@@ -8,7 +8,7 @@ so rows that would be mostly padding get another batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -135,17 +135,20 @@ class DecodingBatch:
 T = TypeVar("T")
 
 
-def by_length(lengths: Mapping[T, int], spare: int) -> list[list[T]]:
+def by_length(lengths: Mapping[T, int], spare: int, free: int | None = None) -> list[list[T]]:
     """Group by length, longest first, so that the padding of a group is at most its content plus
-    `spare` tokens per row. As all rows grow, the first group only gains members, so rows do not
-    move back and forth."""
+    `spare` tokens per row, and the padding of all groups at most `free` tokens. As all rows grow,
+    the first group only gains members, so rows do not move back and forth."""
     groups: list[list[T]] = []
-    width = held = 0
+    width = held = padding = 0
     for each in sorted(lengths, key=lengths.__getitem__, reverse=True):
         length = lengths[each]
-        if groups and (len(groups[-1]) + 1) * (width - spare) <= 2 * (held + length):
+        padded = padding + width - length
+        fits = groups and (free is None or padded <= free)
+        if fits and (len(groups[-1]) + 1) * (width - spare) <= 2 * (held + length):
             groups[-1].append(each)
             held += length
+            padding = padded
         else:
             groups.append([each])
             width = held = length
@@ -162,11 +165,12 @@ class DecodingBatches:
         self._batches: list[DecodingBatch] = []
 
     def arrange(
-        self, lengths: Mapping[MlxSequence, int]
+        self, lengths: Mapping[MlxSequence, int], free_tokens: int
     ) -> list[tuple[DecodingBatch | None, list[MlxSequence]]]:
-        """Assign the sequences of a step to batches, by their lengths after it. A single sequence
-        needs none. All other sequences get their own caches back."""
-        groups = by_length(lengths, STEP) if self._pads else [list(lengths)]
+        """Assign the sequences of a step to batches, by their lengths after it. Padding takes at
+        most the free tokens of the KV budget. A single sequence needs no batch. All other sequences
+        get their own caches back."""
+        groups = by_length(lengths, STEP, free_tokens) if self._pads else [list(lengths)]
         free = self._batches
         self._batches = []
         arranged: list[tuple[DecodingBatch | None, list[MlxSequence]]] = []
@@ -197,6 +201,12 @@ def _with_most_of(group: Seq[MlxSequence], batches: Seq[DecodingBatch]) -> Decod
     return found if found is not None and rows[id(found)] else None
 
 
+def added_tokens(work: Seq[Work], kv_type: KvType) -> int:
+    """Return what the shared sequences of a step take from the budget of a KV type."""
+    shared = (item for item in work if not item.sequence.exact)
+    return sum(len(item.tokens) for item in shared if item.sequence.kv_type == kv_type)
+
+
 class Computation:
     """Collects the work of a step, and computes it in one evaluation.
 
@@ -204,9 +214,16 @@ class Computation:
     alone.
     """
 
-    def __init__(self, model: Any, batches: Mapping[KvType, DecodingBatches]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        batches: Mapping[KvType, DecodingBatches],
+        free_tokens: Callable[[KvType], int],
+    ) -> None:
+        """`free_tokens` tells what is left of the KV budget before the step."""
         self._model = model
         self._batches = batches
+        self._free_tokens = free_tokens
         self._decoding: dict[KvType, dict[MlxSequence, Work]] = {}
         self._logits: list[tuple[list[Work], mx.array]] = []
         self._states: list[Any] = []  # arrays that the next step starts from
@@ -226,14 +243,17 @@ class Computation:
                     self._append(sequence, item.tokens[:-1])
                 self._decoding.setdefault(sequence.kv_type, {})[sequence] = item
         for kv_type, batches in self._batches.items():
-            self._decode_together(self._decoding.pop(kv_type, {}), batches)
+            left_tokens = self._free_tokens(kv_type) - added_tokens(work, kv_type)
+            self._decode_together(self._decoding.pop(kv_type, {}), batches, left_tokens)
         for items in self._decoding.values():
             for item in items.values():
                 self._decode_alone(item)
 
-    def _decode_together(self, items: dict[MlxSequence, Work], batches: DecodingBatches) -> None:
+    def _decode_together(
+        self, items: dict[MlxSequence, Work], batches: DecodingBatches, free_tokens: int
+    ) -> None:
         lengths = {each: each.length + len(item.tokens) for each, item in items.items()}
-        for batch, group in batches.arrange(lengths):
+        for batch, group in batches.arrange(lengths, free_tokens):
             if batch is None:
                 for each in group:
                     self._decode_alone(items[each])

@@ -7,7 +7,6 @@ only on its own tokens.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -27,7 +26,7 @@ from rekindle.engine.base import (
     Work,
 )
 from rekindle.engine.mlx import memory
-from rekindle.engine.mlx.batches import Computation, DecodingBatches, can_batch
+from rekindle.engine.mlx.batches import Computation, DecodingBatches, added_tokens, can_batch
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.model import load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
@@ -80,7 +79,7 @@ class MlxEngine:
             _refuse_pictures()
         _check_room(work, self.sequences.free_tokens)
         with self.sequences.reset_when_broken():
-            computation = Computation(self._model, self._batches)
+            computation = Computation(self._model, self._batches, self.sequences.free_tokens)
             computation.add(work)
             computation.start()
         for item in work:
@@ -119,11 +118,8 @@ class MlxEngine:
 
 
 def _check_room(work: Seq[Work], free_tokens: Callable[[KvType], int]) -> None:
-    needed = Counter[KvType]()
-    for item in work:
-        if not item.sequence.exact:
-            needed[item.sequence.kv_type] += len(item.tokens)
-    if any(tokens > free_tokens(kv_type) for kv_type, tokens in needed.items()):
+    kv_types = {item.sequence.kv_type for item in work if not item.sequence.exact}
+    if any(added_tokens(work, kv_type) > free_tokens(kv_type) for kv_type in kv_types):
         raise PoolFull("no free cells for this step")
 
 
