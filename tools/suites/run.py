@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--llama-tests", type=Path, help="tools/server/tests of a checkout")
     parser.add_argument("--port", type=int, default=18_473)
     parser.add_argument("files", nargs="*", help="such as completion; all by default")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if options.llama_tests is None:
         sys.exit("Give --llama-tests PATH: the folder tools/server/tests of a llama.cpp checkout.")
     tests = options.llama_tests.resolve()

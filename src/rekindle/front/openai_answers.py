@@ -101,10 +101,16 @@ class GeneratedFunction(TypedDict):
     arguments: str
 
 
+class GeneratedCustom(TypedDict):
+    name: str
+    input: str
+
+
 class GeneratedCall(TypedDict):
     id: str
-    type: Literal["function"]
-    function: GeneratedFunction
+    type: Literal["function", "custom"]
+    function: NotRequired[GeneratedFunction]
+    custom: NotRequired[GeneratedCustom]
 
 
 class GeneratedMessage(TypedDict):

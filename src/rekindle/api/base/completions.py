@@ -37,6 +37,7 @@ from rekindle.api.base.sampling import (
     SequenceBreakers,
 )
 from rekindle.api.base.structured import StructuredFields
+from rekindle.api.base.tools import CustomTool
 from rekindle.config import Config
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import Choice, GenerateRequest, Names
@@ -167,6 +168,11 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
     def calls_functions(self) -> bool:
         """Whether a call is answered in OpenAI's older form, as `function_call`."""
         return False
+
+    @property
+    def custom_tools(self) -> dict[str, CustomTool]:
+        """The tools whose calls are answered as free text, by name."""
+        return {}
 
     @property
     def wants_message_id(self) -> bool:

@@ -16,6 +16,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from rekindle.api.base.custom_tools import custom_arguments
 from rekindle.api.base.fields import (
     MAX_ITEMS,
     WHOLE,
@@ -152,7 +153,15 @@ class ToolCall(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _plain(cls, data: Any) -> Any:
-        return _without_nulls(data) if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        plain, custom = _without_nulls(data), data.get("custom")
+        if plain.get("type") != "custom" or not isinstance(custom, dict):
+            return plain
+        if not isinstance(custom.get("input"), str):
+            raise ValueError("needs a text as the `input` of its `custom` tool")
+        called = {"name": custom.get("name"), "arguments": custom_arguments(custom["input"])}
+        return {**plain, "type": "function", "function": called}
 
 
 class Message(StrictModel):

@@ -225,6 +225,7 @@ class VectorsResponse(Response):
 
 
 IGNORED_TOOLS_HEADER = "x-ignored-tools"
+UNENFORCED_HEADER = "x-unenforced-grammars"  # names custom tools
 
 
 class Reply(ABC):

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
-from rekindle.api.base.fields import FunctionName, at_most, limit_depth
+from rekindle.api.base.custom_tools import MAX_GRAMMAR_CHARACTERS, check_grammars, custom_function
+from rekindle.api.base.fields import FunctionName, StrictModel, at_most, limit_depth
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import StructuredOutput, ToolUse
 
@@ -30,6 +40,61 @@ class Tool(BaseModel):
     type: Literal["function"]
     function: Function
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def described(self) -> dict[str, Any]:
+        """What the template reads: without nulls, except those inside a function's schema."""
+        return self.model_dump(exclude_none=True)
+
+
+class Grammar(StrictModel):
+    syntax: Literal["lark", "regex"]
+    definition: str = Field(max_length=MAX_GRAMMAR_CHARACTERS)
+
+
+class InputFormat(StrictModel):
+    type: Literal["text", "grammar"]
+    grammar: Grammar | None = None
+
+    @model_validator(mode="after")
+    def _has_its_grammar(self) -> InputFormat:
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise ValueError('takes a `grammar` if its type is "grammar", and only then')
+        return self
+
+
+class Custom(StrictModel):
+    name: FunctionName
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class CustomTool(StrictModel):
+    """A tool that takes free text. The model sees a function with one text argument."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return self.custom.format.grammar if self.custom.format else None
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether sampling enforces the grammar, if there is one."""
+        return self.grammar is None or self.grammar.syntax == "regex"
+
+    def described(self) -> dict[str, Any]:
+        grammar = self.grammar.definition if self.grammar else None
+        described = custom_function(self.custom.description, grammar, is_enforced=self.is_enforced)
+        return {"type": "function", "function": {"name": self.name, **described}}
+
 
 def refuse_duplicates(names: Iterable[str | None], what: str) -> None:
     seen: set[str] = set()
@@ -39,8 +104,29 @@ def refuse_duplicates(names: Iterable[str | None], what: str) -> None:
         seen.add(name)
 
 
-def _distinct(tools: list[Tool]) -> list[Tool]:
-    refuse_duplicates((tool.function.name for tool in tools), "function")
+AnyTool = TypeVar("AnyTool", bound=Tool | CustomTool)
+
+
+def _distinct(tools: list[AnyTool]) -> list[AnyTool]:
+    refuse_duplicates((tool.name for tool in tools), "function")
+    return tools
+
+
+class _Typed(StrictModel):
+    type: Literal["function", "custom"]
+
+
+def _by_type(tool: Any, _union: ValidatorFunctionWrapHandler) -> Tool | CustomTool:
+    """Validate with the model of the tool's type, so that an error has no other model's faults."""
+    if isinstance(tool, Tool | CustomTool):
+        return tool
+    kind = _Typed.model_validate(tool).type
+    return (CustomTool if kind == "custom" else Tool).model_validate(tool)
+
+
+def _limit_grammars(tools: list[Tool | CustomTool]) -> list[Tool | CustomTool]:
+    grammars = (tool.grammar for tool in tools if isinstance(tool, CustomTool))
+    check_grammars(each.definition for each in grammars if each is not None)
     return tools
 
 
@@ -53,11 +139,19 @@ Tools = Annotated[
     BeforeValidator(limit_depth),
     at_most(MAX_TOOLS),
 ]
+#: The tools of OpenAI's chat, which may be custom ones.
+ChatTools = Annotated[
+    list[Annotated[Tool | CustomTool, WrapValidator(_by_type)]],
+    Field(fail_fast=True),
+    AfterValidator(_limit_grammars),
+    AfterValidator(_distinct),
+    BeforeValidator(limit_depth),
+    at_most(MAX_TOOLS),
+]
 
 
-def described(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
-    """What the template reads: without nulls, except those inside a function's schema."""
-    return [tool.model_dump(exclude_none=True) for tool in tools or ()] or None
+def described(tools: Sequence[Tool | CustomTool] | None) -> list[dict[str, Any]] | None:
+    return [tool.described() for tool in tools or ()] or None
 
 
 @dataclass(frozen=True, slots=True)

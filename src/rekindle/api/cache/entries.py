@@ -20,7 +20,7 @@ from rekindle.api.base.fields import MAX_ITEMS, FreeObject, Id, StrictModel
 from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.request import render_chat
-from rekindle.api.base.tools import Tools, described
+from rekindle.api.base.tools import ChatTools, described
 from rekindle.errors import BadRequest
 from rekindle.http.body import JsonRoute
 from rekindle.http.responses import documented
@@ -99,7 +99,7 @@ class ValidateRequest(StrictModel):
     cache_key: Id
     model: str | None = None
     messages: Messages = Field(min_length=1, max_length=MAX_ITEMS)
-    tools: Tools | None = None
+    tools: ChatTools | None = None
     resize: Resize | None = None
     chat_template_kwargs: FreeObject | None = None
 

@@ -14,7 +14,7 @@ from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import Turns
 from rekindle.api.base.request import RequestBuilder, render_chat
-from rekindle.api.base.tools import Tools, described
+from rekindle.api.base.tools import ChatTools, described
 from rekindle.api.cache.entries import Prepared, entry_fields
 from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
 from rekindle.http.body import JsonRoute
@@ -32,7 +32,7 @@ router = APIRouter(route_class=JsonRoute, tags=["cache"])
 class PrepareRequest(StrictModel):
     model: str | None = None
     messages: Messages = Field(min_length=1, max_length=200)
-    tools: Tools | None = None
+    tools: ChatTools | None = None
     resize: Resize | None = None
     warm: bool = True
     pinned: bool = False

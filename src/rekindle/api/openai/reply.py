@@ -8,12 +8,14 @@ import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec import structs
 from starlette.requests import Request
 
 from rekindle.api.base.completions import CompletionsBase
+from rekindle.api.base.custom_tools import CustomInput
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.llama_result import (
     final_object,
@@ -21,8 +23,14 @@ from rekindle.api.base.llama_result import (
     prompt_progress,
     timings,
 )
-from rekindle.api.base.reply import Reply, ignored_headers, token_logprobs, x_cache
-from rekindle.api.openai.schema import CompletionRequest
+from rekindle.api.base.reply import (
+    UNENFORCED_HEADER,
+    Reply,
+    ignored_headers,
+    token_logprobs,
+    x_cache,
+)
+from rekindle.api.openai.schema import ChatRequest, CompletionRequest
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
 from rekindle.protocol.events import (
@@ -61,7 +69,10 @@ class CompletionsReply(Reply):
         *,
         others: Sequence[RuntimeClient] = (),
     ) -> None:
-        headers = ignored_headers({IGNORED_FIELDS_HEADER: body.ignored_fields})
+        unenforced = [name for name, tool in body.custom_tools.items() if not tool.is_enforced]
+        headers = ignored_headers(
+            {IGNORED_FIELDS_HEADER: body.ignored_fields, UNENFORCED_HEADER: unenforced}
+        )
         super().__init__(http, runtime, requests, headers=headers, others=others)
         self._body = body
         self._choices = body.choices  # per prompt
@@ -201,6 +212,33 @@ class ChatReply(CompletionsReply):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        http: Request,
+        runtime: RuntimeClient,
+        requests: list[GenerateRequest],
+        body: ChatRequest,
+        *,
+        others: Sequence[RuntimeClient] = (),
+    ) -> None:
+        super().__init__(http, runtime, requests, body, others=others)
+        self._custom_tools = body.custom_tools
+        self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and place of the call
+
+    def chunks(self, index: int, event: Event) -> list[bytes]:
+        match event:
+            case Delta(_, ArgumentsDelta(place, text)) if (index, place) in self._inputs:
+                return self._input_chunks(index, place, self._inputs[index, place].add(text))
+            case Finished():
+                ends = [(place, each) for (of, place), each in self._inputs.items() if of == index]
+                rest = [self._input_chunks(index, place, each.end()) for place, each in ends]
+                return [*chain(*rest), *super().chunks(index, event)]
+        return super().chunks(index, event)
+
+    def _input_chunks(self, index: int, place: int, text: str) -> list[bytes]:
+        call = {"index": place, "custom": {"input": text}}
+        return [self._chunk([_chat_delta(index, {"tool_calls": [call]})])] if text else []
+
     def opening(self, index: int, *, calls: bool) -> dict[str, Any] | None:
         content = None if calls else ""
         return _chat_delta(index, {"role": "assistant", "content": content, "refusal": None})
@@ -214,6 +252,9 @@ class ChatReply(CompletionsReply):
                 return _chat_delta(index, {"reasoning_content": text})
             case ToolCallStart() | ArgumentsDelta() if self._body.calls_functions:
                 return _chat_delta(index, {"function_call": _function_delta(part)})
+            case ToolCallStart() if part.name in self._custom_tools:
+                self._inputs[index, part.index] = CustomInput()
+                call = {"index": part.index, **_custom_call(part.id, part.name, "")}
             case ToolCallStart():
                 call = {"index": part.index, **ToolCall(part.id, part.name).as_dict()}
             case ArgumentsDelta():
@@ -245,7 +286,19 @@ class ChatReply(CompletionsReply):
         shown = message.as_dict()
         if self._body.calls_functions and (calls := shown.pop("tool_calls", None)):
             shown["function_call"] = calls[0]["function"]
+        elif self._custom_tools and message.tool_calls:
+            shown["tool_calls"] = [self._shown_call(call) for call in message.tool_calls]
         return shown
+
+    def _shown_call(self, call: ToolCall) -> dict[str, Any]:
+        if call.name not in self._custom_tools:
+            return call.as_dict()
+        custom = CustomInput()
+        return _custom_call(call.id, call.name, custom.add(call.arguments) + custom.end())
+
+
+def _custom_call(call_id: str, name: str, text: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "custom", "custom": {"name": name, "input": text}}
 
 
 def _function_delta(part: ToolCallStart | ArgumentsDelta) -> dict[str, str]:

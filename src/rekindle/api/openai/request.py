@@ -18,7 +18,7 @@ def chat_requests(
 ) -> list[GenerateRequest]:
     """Build one request, with a turn for each choice."""
     config, selection = builder.config, body.selection
-    tools = [tool for tool in body.tools or () if selection.shows(tool.function.name)]
+    tools = [tool for tool in body.tools or () if selection.shows(tool.name)]
     conversation = {
         **chat.fields,
         "template_kwargs": _template_kwargs(body),

@@ -27,9 +27,10 @@ from rekindle.api.base.known_fields import FieldTable
 from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.tools import (
     MAX_TOOLS,
+    ChatTools,
+    CustomTool,
     Function,
     Tool,
-    Tools,
     ToolSelection,
     refuse_duplicates,
 )
@@ -45,10 +46,25 @@ class NamedTool(StrictModel):
     type: Literal["function"]
     function: FunctionNamed
 
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+class NamedCustomTool(StrictModel):
+    type: Literal["custom"]
+    custom: FunctionNamed
+
+    @property
+    def name(self) -> str:
+        return self.custom.name
+
 
 class AllowedTools(StrictModel):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool] = Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)
+    tools: list[NamedTool | NamedCustomTool] = Field(
+        min_length=1, max_length=MAX_TOOLS, fail_fast=True
+    )
 
 
 class AllowedChoice(StrictModel):
@@ -57,9 +73,10 @@ class AllowedChoice(StrictModel):
 
 
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"] | NamedTool | AllowedChoice,
+    Literal["none", "auto", "required"] | NamedTool | NamedCustomTool | AllowedChoice,
     takes(
-        '"none", "auto", "required", {"type": "function", "function": {"name": …}}, or '
+        '"none", "auto", "required", {"type": "function", "function": {"name": …}}, '
+        '{"type": "custom", "custom": {"name": …}}, or '
         '{"type": "allowed_tools", "allowed_tools": {"mode": …, "tools": […]}}'
     ),
 ]
@@ -82,19 +99,21 @@ FunctionChoice = Annotated[
 ]
 
 
-def select_tools(choice: ToolChoice | None, tools: Sequence[Tool] | None) -> ToolSelection:
+def select_tools(
+    choice: ToolChoice | None, tools: Sequence[Tool | CustomTool] | None
+) -> ToolSelection:
     """Resolve `tool_choice`. Raises BadRequest if a function is not in `tools`."""
     match choice:
-        case NamedTool():
-            selection = ToolSelection("required", frozenset([choice.function.name]))
+        case NamedTool() | NamedCustomTool():
+            selection = ToolSelection("required", frozenset([choice.name]))
         case AllowedChoice(allowed_tools=allowed):
-            names = frozenset(tool.function.name for tool in allowed.tools)
+            names = frozenset(tool.name for tool in allowed.tools)
             selection = ToolSelection(allowed.mode, names)
         case "required" if not tools:
             raise BadRequest('`tool_choice` "required" needs `tools`.', param="tool_choice")
         case _:
             return ToolSelection(choice or "auto")
-    offered = {tool.function.name for tool in tools or ()}
+    offered = {tool.name for tool in tools or ()}
     for name in selection.names or ():
         if name not in offered:
             raise BadRequest(
@@ -151,7 +170,7 @@ class ChatRequest(CompletionsBase):
     )
     prefill_progress: PrefillProgress | None = None
     resize: Resize | None = Field(None, description="The size that every image is scaled to")
-    tools: Tools | None = None
+    tools: ChatTools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     functions: Functions | None = Field(None, description="OpenAI's older form of `tools`")
@@ -164,7 +183,9 @@ class ChatRequest(CompletionsBase):
         """May run twice: FastAPI validates a request again that is validated already."""
         if not self.functions:
             return self
-        tools = [Tool(type="function", function=each) for each in self.functions]
+        tools: list[Tool | CustomTool] = [
+            Tool(type="function", function=each) for each in self.functions
+        ]
         choice: Any = self.function_call
         if isinstance(choice, FunctionNamed):
             choice = NamedTool(type="function", function=choice)
@@ -176,6 +197,10 @@ class ChatRequest(CompletionsBase):
     @property
     def calls_functions(self) -> bool:
         return bool(self.functions)
+
+    @property
+    def custom_tools(self) -> dict[str, CustomTool]:
+        return {tool.name: tool for tool in self.tools or () if isinstance(tool, CustomTool)}
 
     @model_validator(mode="after")
     def _top_needs_logprobs(self) -> ChatRequest:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from rekindle.api.base.custom_tools import CustomInput
 from rekindle.api.base.reply import is_complete, token_logprobs
 from rekindle.api.base.signature import seal
 from rekindle.api.responses.items import PREFIXES
-from rekindle.api.responses.tools import CustomInput, Toolbox
+from rekindle.api.responses.tools import Toolbox
 from rekindle.protocol.events import (
     ArgumentsDelta,
     Part,

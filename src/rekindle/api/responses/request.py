@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
+from rekindle.api.base.custom_tools import custom_arguments
 from rekindle.api.base.documents import STORED_S, Lines, as_lines, size_bytes
 from rekindle.api.base.fields import MAX_ITEMS, TextBudget
 from rekindle.api.base.messages import Message, ToolCall, plain_message, reply_message, tool_call
@@ -30,7 +30,7 @@ from rekindle.api.responses.items import (
 from rekindle.api.responses.response import LIFETIMES_S
 from rekindle.api.responses.schema import PromptFields, ResponsesRequest, select_tools
 from rekindle.api.responses.stored import parsed
-from rekindle.api.responses.tools import INPUT, Toolbox
+from rekindle.api.responses.tools import Toolbox
 from rekindle.config import Config
 from rekindle.errors import BadRequest
 from rekindle.protocol.admin import Tokenize
@@ -93,7 +93,7 @@ class _Rendering:
                 case FunctionCall():
                     reply.calls += self._function_call(item)
                 case CustomToolCall():
-                    arguments = json.dumps({INPUT: item.input}, ensure_ascii=False)
+                    arguments = custom_arguments(item.input)
                     reply.calls.append(self._call(item, arguments))
                 case MessageItem():
                     yield plain_message(item.role, content=for_template(item.content))

@@ -14,7 +14,7 @@ from rekindle.api.base.documents import DocumentClient, Lines, Stored, size_byte
 from rekindle.api.base.fields import MAX_TOKENS
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
+from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, UNENFORCED_HEADER, ignored_headers
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.responses.background import (
     BACKGROUND,
@@ -149,7 +149,7 @@ def _headers(body: ResponsesRequest, conversation: Conversation) -> dict[str, st
             IGNORED_FIELDS_HEADER: body.ignored_fields,
             IGNORED_TOOLS_HEADER: toolbox.ignored,
             "x-ignored-items": list(dict.fromkeys(conversation.ignored_items)),
-            "x-unenforced-grammars": toolbox.unenforced,
+            UNENFORCED_HEADER: toolbox.unenforced,
         }
     )
 

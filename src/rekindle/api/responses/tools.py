@@ -1,13 +1,10 @@
 """Validates the tools of the Responses API and presents them to the model as functions.
 
-A custom tool becomes a function with one text argument, `input`. The name of a tool in a namespace
-starts with the namespace.
+The name of a tool in a namespace starts with the namespace.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -22,14 +19,13 @@ from pydantic import (
     Tag,
 )
 
+from rekindle.api.base.custom_tools import MAX_GRAMMAR_CHARACTERS, check_grammars, custom_function
 from rekindle.api.base.fields import ToolName, limit_depth
 from rekindle.api.base.tools import ToolSelection
 from rekindle.errors import BadRequest
 
 MAX_TOOLS = 1024  # in all namespaces together
-MAX_GRAMMAR_CHARACTERS = 65_536  # of all custom tools together
 SEPARATOR = "__"  # between a namespace and a name
-INPUT = "input"  # the only argument of a custom tool
 
 
 class Form(BaseModel):
@@ -79,21 +75,7 @@ class CustomTool(Form):
         return self.grammar is None or (self.format is not None and self.format.syntax == "regex")
 
     def described(self) -> dict[str, Any]:
-        text: dict[str, Any] = {"type": "string"}
-        described: dict[str, Any] = {"description": self.description or ""}
-        if not self.is_enforced:
-            rule = f"Its {INPUT} follows this Lark grammar:\n{self.grammar}"
-            described["description"] = "\n\n".join(filter(None, [self.description, rule]))
-        elif self.grammar is not None:
-            text["pattern"] = f"^(?:{self.grammar})$"
-            described["strict"] = True
-        described["parameters"] = {
-            "type": "object",
-            "properties": {INPUT: text},
-            "required": [INPUT],
-            "additionalProperties": False,
-        }
-        return described
+        return custom_function(self.description, self.grammar, is_enforced=self.is_enforced)
 
 
 def _kind(tool: Any) -> str | None:
@@ -142,11 +124,7 @@ def _limit_grammars(tools: list[Any]) -> list[Any]:
     """Limit the grammars, because compiling one takes time."""
     inner = [each for tool in tools for each in getattr(tool, "tools", [tool])]
     grammars = (tool.grammar or "" for tool in inner if isinstance(tool, CustomTool))
-    if (found := sum(map(len, grammars))) > MAX_GRAMMAR_CHARACTERS:
-        raise ValueError(
-            f"may have at most {MAX_GRAMMAR_CHARACTERS} characters of `definition` in all custom "
-            f"tools together, not {found}"
-        )
+    check_grammars(grammars)
     return tools
 
 
@@ -236,72 +214,3 @@ def _offered(tool: Any) -> list[OfferedTool]:
         OfferedTool(inner, tool.name, None if place else introduction)
         for place, inner in enumerate(tool.tools)
     ]
-
-
-_BEGIN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
-_SAFE = re.compile(
-    r"(?:[^\"\\]"
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a surrogate pair
-    r"|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{4}"  # but not a lone surrogate
-    r"|\\[\"\\/bfnrt])*"
-)
-
-
-class CustomInput:
-    """Extracts the input of a custom tool from its arguments in JSON, as they are generated.
-
-    Arguments that are not the expected JSON are passed on as the input, so that nothing is lost.
-    """
-
-    def __init__(self) -> None:
-        self._pending = ""
-        self._begun = False
-        self._is_json = True
-        self._is_over = False  # after the text's last quote
-
-    def add(self, arguments: str) -> str:
-        """Add arguments; return what they add to the input."""
-        if self._is_over:
-            return ""
-        self._pending += arguments
-        if not self._begun:
-            self._find_begin()
-        return self._text(is_last=False) if self._begun else ""
-
-    def end(self) -> str:
-        """Return the rest of the input after the last arguments."""
-        self._is_json &= self._begun
-        return "" if self._is_over else self._text(is_last=True)
-
-    def _find_begin(self) -> None:
-        found = _BEGIN.match(self._pending)
-        if found is not None:
-            self._pending, self._begun = self._pending[found.end() :], True
-        elif len(self._pending) > 256:  # too long for white space and the name
-            self._begun, self._is_json = True, False
-
-    def _text(self, *, is_last: bool) -> str:
-        """Decode the pending text as far as possible. Invalid JSON is kept as it is."""
-        if not self._is_json:
-            text, self._pending = self._pending, ""
-            return text
-        pending, at, pieces = self._pending, 0, list[str]()
-        while not self._is_over:
-            safe = _SAFE.match(pending, at)
-            assert safe is not None
-            pieces.append(_decoded(safe[0]))
-            at = safe.end()
-            self._is_over = pending.startswith('"', at)
-            if self._is_over or at == len(pending):
-                break
-            if len(pending) - at < 12 and not is_last:  # the longest escape, a surrogate pair
-                break
-            pieces.append(pending[at])
-            at += 1
-        self._pending = pending[at:]
-        return "".join(pieces)
-
-
-def _decoded(piece: str) -> str:
-    text: str = json.loads(f'"{piece}"', strict=False)
-    return text

@@ -18,7 +18,7 @@ from rekindle.api.base.fields import MAX_ITEMS, FreeObject, StrictModel, Text, T
 from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.request import or_default
-from rekindle.api.base.tools import Tools, described
+from rekindle.api.base.tools import ChatTools, described
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.http.body import JsonRoute, body_of, run_off_loop
 from rekindle.http.responses import JsonResponse
@@ -44,7 +44,7 @@ class ConversationBase(StrictModel):
     """The fields that decide how a conversation is rendered."""
 
     model: str | None = None
-    tools: Tools | None = None
+    tools: ChatTools | None = None
     chat_template_kwargs: FreeObject | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False

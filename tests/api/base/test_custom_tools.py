@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle.api.responses.tools import CustomInput
+from rekindle.api.base.custom_tools import CustomInput
 
 
 def read(arguments: str, size: int) -> str:
