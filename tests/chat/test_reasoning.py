@@ -114,15 +114,18 @@ def test_a_header_that_was_cut_off_is_not_said() -> None:
     ],
 )
 def test_a_prompt_shows_whether_it_ends_inside_reasoning(prompt: str, inside: bool) -> None:
-    assert select("<think>").opens_reasoning(prompt) is inside
+    reasoning = select("<think>").reasoning
+    assert reasoning is not None
+    assert reasoning.is_open(prompt) is inside
 
 
 def test_a_prompt_of_gpt_oss_can_end_inside_its_analysis() -> None:
-    form = select(None, tool_format="harmony")
-    assert form.opens_reasoning("<|start|>assistant<|channel|>analysis<|message|>")
-    assert not form.opens_reasoning("<|start|>assistant")
-    assert not form.opens_reasoning("<|start|>assistant<|channel|>final<|message|>")
+    reasoning = select(None, tool_format="harmony").reasoning
+    assert reasoning is not None
+    assert reasoning.is_open("<|start|>assistant<|channel|>analysis<|message|>")
+    assert not reasoning.is_open("<|start|>assistant")
+    assert not reasoning.is_open("<|start|>assistant<|channel|>final<|message|>")
 
 
-def test_without_reasoning_no_prompt_is_inside_one() -> None:
-    assert not select(None).opens_reasoning("<think>")
+def test_a_template_without_reasoning_has_no_reasoning_format() -> None:
+    assert select(None).reasoning is None

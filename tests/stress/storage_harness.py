@@ -46,7 +46,7 @@ class StorageHarness(RuntimeHarness):
             self._events.put,
             self.log_lines.append,
             on_remove=lambda entry: self.runtime.remove(entry),
-            on_forget=lambda entry: self.runtime.forget(entry),
+            on_forget=lambda entry: self.runtime.kv.forget(entry),
         )
         self.take_storage(storage, idle_tokens=0)
         self.settle()

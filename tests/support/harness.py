@@ -200,7 +200,7 @@ class RuntimeHarness:
         self.runtime.remove(entry)
 
     def _forget(self, entry: Entry) -> None:
-        self.runtime.forget(entry)
+        self.runtime.kv.forget(entry)
 
     def _open_disk(self, folder: Path, disk_bytes: int) -> DiskTier:
         fingerprint = self.capabilities.kv_layout.fingerprint

@@ -30,6 +30,10 @@ def is_system(message: Message) -> bool:
     return message.get("role") in SYSTEM_ROLES
 
 
+def is_result(message: Message) -> bool:
+    return message.get("role") == "tool"
+
+
 def content_text(content: Any, separator: str = "\n") -> str:
     """The text of a message's content, with the text parts of a list joined."""
     if isinstance(content, list):

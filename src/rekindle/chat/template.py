@@ -25,8 +25,8 @@ from rekindle.chat.capabilities.messages import (
     SystemMessages,
     Tools,
 )
-from rekindle.chat.capabilities.tools import ToolFallback, ToolRequirements, uses_tools
-from rekindle.chat.messages import Message, is_system
+from rekindle.chat.capabilities.tools import ToolFallback, ToolRequirements
+from rekindle.chat.messages import Message, is_result, is_system
 from rekindle.errors import BadRequest, TemplateFailed
 
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
@@ -80,7 +80,7 @@ class ChatTemplate:
         messages = [self._fields.adapt(message) for message in messages]
         if any(map(is_system, messages)):
             messages = self._system_messages.adapt(messages)
-        if tools or any(map(uses_tools, messages)):
+        if tools or any(each.get("tool_calls") or is_result(each) for each in messages):
             messages, tools = self._with_tools(messages, tools)
         return self._rendered(messages, tools, add_generation_prompt, **kwargs)
 

@@ -94,6 +94,16 @@ class SamplingParams:
     bad_words_tokens: Sequence[Sequence[int]] = ()
     end_tokens: Sequence[int] = ()  # banned up to `min_tokens`
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logit of a token depends on the tokens before it."""
+        return bool(
+            self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.dry_multiplier
+        )
+
 
 class Names(Struct, kw_only=True):
     """The names in a request: of the state to reuse, and of the state that the turn leaves."""

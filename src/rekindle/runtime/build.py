@@ -45,16 +45,9 @@ class Runtime:
     admin: Admin
 
     def remove(self, entry: Entry) -> None:
-        """Free the idle state, the images and the recent texts of a deleted conversation."""
+        """Free what a deleted conversation has outside the store."""
         self.kv.remove(entry)
-        self.storage.drop_pictures(entry.tenant, entry.pictures)
         self.input_processor.recent_chats.forget(entry.tenant)
-
-    def forget(self, entry: Entry) -> None:
-        """Free the idle state and the images of a conversation that was superseded or did not
-        fit."""
-        self.kv.forget(entry)
-        self.storage.drop_pictures(entry.tenant, entry.pictures)
 
     def upkeep(self) -> Pieces[None]:
         """Collect expired entries and free unused memory. Runs once a minute."""

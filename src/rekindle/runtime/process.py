@@ -65,7 +65,7 @@ class RuntimeProcess(ModelProcess[_Message]):
             self.link.send,
             engine.sequences.allocate,
             on_remove=lambda entry: self._runtime.remove(entry),
-            on_forget=lambda entry: self._runtime.forget(entry),
+            on_forget=lambda entry: self._runtime.kv.forget(entry),
         )
         self._runtime: Runtime = build(
             engine, storage, emit=self.emit, log=self.link.send, is_undisturbed=self._is_undisturbed

@@ -19,6 +19,7 @@ from rekindle.chat.messages import (
     Message,
     as_object,
     dump_json,
+    is_result,
     is_system,
     reasoning,
     text_only,
@@ -116,8 +117,7 @@ class ContentForms:
         if isinstance(content, str) and self.parts and not self.text:
             return {**message, "content": [{"type": "text", "text": content}]}
         # Templates that iterate over the parts of user messages still print tool results directly.
-        is_result = self.text and message.get("role") == "tool"
-        if isinstance(content, list) and (is_result or not self.parts):
+        if isinstance(content, list) and (not self.parts or (self.text and is_result(message))):
             return {**message, "content": text_only(content)}
         return message
 

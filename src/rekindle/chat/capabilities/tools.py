@@ -38,6 +38,7 @@ from rekindle.chat.messages import (
     call_name,
     called_function,
     dump_json,
+    is_result,
     is_system,
     text_only,
     tool_calls,
@@ -125,7 +126,7 @@ def _with_result_names(messages: Sequence[Message]) -> list[Message]:
     for message in messages:
         for call in tool_calls(message):
             names[call.get("id")] = call_name(call)
-        name = names.get(message.get("tool_call_id")) if _is_result(message) else None
+        name = names.get(message.get("tool_call_id")) if is_result(message) else None
         named.append({**message, "name": name} if name and not message.get("name") else message)
     return named
 
@@ -152,7 +153,7 @@ def _with_short_ids(message: Message) -> Message:
     adapted = dict(message)
     if calls := tool_calls(message):
         adapted["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in calls]
-    if _is_result(message):
+    if is_result(message):
         adapted["tool_call_id"] = _short_id(message.get("tool_call_id"))
     return adapted
 
@@ -176,7 +177,7 @@ def _one_call_each(messages: Sequence[Message]) -> Iterator[Message]:
             yield message
             continue
         results = []
-        while at < len(messages) and _is_result(messages[at]):
+        while at < len(messages) and is_result(messages[at]):
             results.append(messages[at])
             at += 1
         # Text and reasoning stay with the first call. Results of unknown calls follow the last.
@@ -222,12 +223,12 @@ class ToolFallback:
             return messages
         if self.shows_results:
             messages = [
-                {**each, "content": _input_text(each)} if _is_result(each) else each
+                {**each, "content": _input_text(each)} if is_result(each) else each
                 for each in messages
             ]
         else:
             # Most of these templates require users and replies to alternate.
-            messages = merged(messages, _is_result, lambda run: "\n".join(map(_input_text, run)))
+            messages = merged(messages, is_result, lambda run: "\n".join(map(_input_text, run)))
         return self._with_tools(messages, tools) if tools else messages
 
     def _with_tools(self, messages: Sequence[Message], tools: Tools) -> list[Message]:
@@ -243,14 +244,6 @@ class ToolFallback:
         # The instructions come first, because agents put text that varies by session after them.
         text = f"{instructions}\n\n{text_only(messages[at].get('content'))}"
         return [*messages[:at], {**messages[at], "content": text}, *messages[at + 1 :]]
-
-
-def uses_tools(message: Message) -> bool:
-    return bool(message.get("tool_calls")) or _is_result(message)
-
-
-def _is_result(message: Message) -> bool:
-    return message.get("role") == "tool"
 
 
 def _with_calls_as_text(message: Message) -> Message:
@@ -269,4 +262,4 @@ def _with_calls_as_text(message: Message) -> Message:
 
 def _input_text(message: Message) -> str:
     text = text_only(message.get("content"))
-    return f"<tool_response>\n{text}\n</tool_response>" if _is_result(message) else text
+    return f"<tool_response>\n{text}\n</tool_response>" if is_result(message) else text

@@ -64,9 +64,6 @@ class ReplyFormat:
             return parser
         return ReasoningParser(context, self.reasoning, parser)
 
-    def opens_reasoning(self, prompt: str) -> bool:
-        return self.reasoning is not None and self.reasoning.is_open(prompt)
-
     def grammars(self, control: ControlTokens) -> ReplyGrammars:
         syntax = self.tools.syntax(control) if self.tools.syntax else None
         return ReplyGrammars(self.name, syntax, self.reasoning, control)

@@ -173,12 +173,12 @@ def build_penalties(sampling: SamplingParams, prompt: Seq[int]) -> list[Penalty]
     return penalties
 
 
-def seen_tokens(sampling: SamplingParams) -> int | None:
-    """Number of the prompt's last tokens that the penalties read. None: all of them."""
+def penalised_prompt(sampling: SamplingParams, prompt: Seq[int]) -> Seq[int]:
+    """Copy the end of the prompt, as far as the penalties read it. The original may grow."""
     if sampling.dry_multiplier and sampling.dry_penalty_last_n < 0:
-        return None
+        return prompt[:]
     dry = sampling.dry_penalty_last_n if sampling.dry_multiplier else 0
-    return max(sampling.repetition_context_size, dry)
+    return prompt[max(len(prompt) - max(sampling.repetition_context_size, dry), 0) :]
 
 
 class BannedTokens:

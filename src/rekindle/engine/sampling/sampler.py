@@ -26,7 +26,7 @@ from rekindle.engine.sampling.native import (
     Method,
     NativeSampler,
 )
-from rekindle.engine.sampling.penalties import BannedTokens, build_penalties, seen_tokens
+from rekindle.engine.sampling.penalties import BannedTokens, build_penalties, penalised_prompt
 from rekindle.protocol.requests import SamplingParams
 from rekindle.protocol.settings import usable_cores
 
@@ -44,9 +44,8 @@ class TokenSampler:
         # With typical-p even a greedy choice is made among the tokens that are left.
         self.is_greedy = sampling.temperature == 0 and sampling.typical_p >= 1
         self._mask = token_mask
-        seen = seen_tokens(sampling)
-        self._prompt = prompt[0 if seen is None else max(len(prompt) - seen, 0) :]
-        self._penalties = build_penalties(sampling, self._prompt)
+        self._prompt = penalised_prompt(sampling, prompt) if sampling.has_penalties else ()
+        self._penalties = build_penalties(sampling, self._prompt) if sampling.has_penalties else []
         has_bans = bool(sampling.bad_words_tokens or sampling.min_tokens)
         self._bans = BannedTokens(sampling) if has_bans else None
         self._biased = np.array(list(sampling.logit_bias), dtype=np.int64)
@@ -123,7 +122,8 @@ class TokenSampler:
 
     def replay(self, reply: Seq[int]) -> None:
         self._position, self._model_logits = len(reply), None
-        self._penalties = build_penalties(self._sampling, self._prompt)
+        if self._penalties:
+            self._penalties = build_penalties(self._sampling, self._prompt)
         self._bans = BannedTokens(self._sampling) if self._bans is not None else None
         for rule in (*self._penalties, *([self._bans] if self._bans else [])):
             for token in reply:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from rekindle.engine.base import Engine, KvType
 from rekindle.errors import EngineBroken
 from rekindle.kvcache.block import PrefixHandle
+from rekindle.kvcache.entries.entry import Entry
 from rekindle.kvcache.eviction.policy import Evictor
 from rekindle.runtime.device.idle_pool import IdlePool, IdlePools, RowsByType
 from rekindle.runtime.device.offload import Counts, Offloader, StepBudget
@@ -198,17 +199,21 @@ class KvManager:
                     pool.evict_unused()
         self._engine.sequences.release_idle()
 
-    def remove(self, entry: PrefixHandle) -> None:
-        """Close the idle sequences of a deleted conversation, so that they are not reused."""
+    def remove(self, entry: Entry) -> None:
+        """Free the idle sequences and the images of a deleted conversation, so that they are not
+        reused."""
         with self._noting_breakage():
             for pool in self.idle.by_type.values():
                 pool.remove(entry)
+        self._storage.drop_pictures(entry.tenant, entry.pictures)
 
-    def forget(self, entry: PrefixHandle) -> None:
-        """Close the idle sequences of a conversation that was superseded or did not fit."""
+    def forget(self, entry: Entry) -> None:
+        """Free the idle sequences and the images of a conversation that was superseded or did not
+        fit. Sequences that another conversation uses stay."""
         with self._noting_breakage():
             for pool in self.idle.by_type.values():
                 pool.replace_owner(entry, None)
+        self._storage.drop_pictures(entry.tenant, entry.pictures)
 
     @contextmanager
     def _noting_breakage(self) -> Iterator[None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rekindle.engine.base import Engine, Sequence, Work, run_step
+from rekindle.kvcache.block import PrefixHandle, WriteBack
 from rekindle.kvcache.store import Store
-from rekindle.runtime.device.idle_sequences import IdleSequence
 from rekindle.runtime.schedule.turn import Offloaded, Turn
+from rekindle.tokens import Tokens
 
 # The budget of a step is this many times larger while no reply is being decoded.
 ALONE_FACTOR = 16
@@ -15,6 +16,26 @@ ALONE_FACTOR = 16
 REQUANTISATION_COST = 8
 # An export starts again when its blocks have left the store, at most this often.
 MAX_EXPORT_RESTARTS = 3
+
+
+@dataclass(slots=True, eq=False)
+class IdleSequence:
+    """A finished sequence that stays in the engine until its memory is needed."""
+
+    sequence: Sequence
+    tokens: Tokens
+    namespace: bytes
+    tenant: bytes
+    exact_tokens: int  # the first tokens, which were computed in canonical steps
+    write_back: WriteBack
+    offloaded: Offloaded
+    owner: PrefixHandle | None = None  # the entry that it is freed with, or a turn that waits
+    restarts: int = 0  # exports begun again because blocks had left the store
+    rows_since_idle: int = 0  # computed by other turns
+    is_unused: bool = False  # since the last upkeep
+    is_evicting: bool = False  # its export has begun, to make room
+    copy: Sequence | None = None  # a parked sequence is exported from a copy in the pool
+    dropped: Tokens | None = None  # all its tokens, after its scattered cells were freed
 
 
 @dataclass(slots=True)

@@ -53,6 +53,7 @@ class InputProcessor:
         self, engine: Engine, storage: Storage, encoder: Encoder, output_format: OutputFormat
     ) -> None:
         self._capabilities = engine.capabilities
+        self._fingerprint = engine.capabilities.kv_layout.fingerprint
         self.tokenizer = engine.tokenizer
         self._encoder = encoder
         self._entries = storage.entries.index
@@ -81,8 +82,7 @@ class InputProcessor:
         self._output_format.close()
 
     def namespace(self, salt: bytes) -> bytes:
-        fingerprint = self._capabilities.kv_layout.fingerprint
-        return namespace(fingerprint, salt, self._capabilities.block_tokens, self._secret)
+        return namespace(self._fingerprint, salt, self._capabilities.block_tokens, self._secret)
 
     def encode(self, request: GenerateRequest) -> list[EncodedRequest]:
         """Encode the prompt once, and return a request for each choice.
@@ -293,6 +293,14 @@ class OutputFormat:
     def _tokens(self, texts: tuple[str, ...]) -> frozenset[int]:
         return frozenset(self._control[text] for text in texts if text in self._control)
 
+    def _opens_reasoning(self, prompt: Prompt) -> bool:
+        """Whether the prompt ends inside reasoning. Its last 4 KiB suffice to see that."""
+        if self.format.reasoning is None:
+            return False
+        return self.format.reasoning.is_open(
+            unescape(prompt.escaped[-4096:]).decode(errors="ignore")
+        )
+
     def decodings(
         self, request: GenerateRequest, prompt: Prompt, count: int
     ) -> list[ReplyDecoding]:
@@ -304,9 +312,7 @@ class OutputFormat:
             asked = GrammarRequest(output=request.structured_output, completion=True)
             masks = self._masks(request, asked, count)
             return [ReplyDecoding(token_mask=mask, end_tokens=self.end_tokens) for mask in masks]
-        # The last 4 KiB suffice to see whether the prompt ends inside reasoning.
-        end = unescape(prompt.escaped[-4096:]).decode(errors="ignore")
-        opened = self.format.opens_reasoning(end)
+        opened = self._opens_reasoning(prompt)
         tools, callable_tools = _tools(request), _callable_tools(request)
         calls = bool(callable_tools)
         asked = GrammarRequest(

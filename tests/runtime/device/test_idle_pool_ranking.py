@@ -5,7 +5,8 @@ import pytest
 from rekindle.engine.base import Sequence
 from rekindle.kvcache.block import WriteBack
 from rekindle.kvcache.eviction.policy import Evictor
-from rekindle.runtime.device.idle_sequences import IdleRanking, IdleSequence
+from rekindle.runtime.device.idle_pool import IdleRanking
+from rekindle.runtime.device.offload import IdleSequence
 from rekindle.runtime.schedule.turn import Offloaded
 from rekindle.tokens import Tokens
 
