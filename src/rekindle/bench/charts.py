@@ -26,7 +26,7 @@ NO_MATPLOTLIB = (
     "an image needs matplotlib: run `pip install matplotlib`, or use --html, which needs nothing"
 )
 LOGARITHMIC = " (logarithmic)"  # only in the image
-VALUE_CELLS = 16  # of the longest value, and the spaces around it
+VALUE_CELLS = 16  # for the longest value and the spaces around it
 STYLE = """
 body { font: 15px system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; color: #222; }
 table { border-collapse: collapse; width: 100%; margin-bottom: 2rem; }

@@ -200,7 +200,8 @@ async def measure_document(rig: Rig) -> SharedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Agents(Round):
-    """Agents with long system prompts that take turns. They are more than a server has slots."""
+    """Agents with long system prompts that take turns. There are more of them than slots of a
+    server."""
 
     rounds: tuple[tuple[TimedTurn, ...], ...]  # the first round is cold
     scenario: ClassVar[str] = "agents"

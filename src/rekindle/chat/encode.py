@@ -259,7 +259,8 @@ def _with_media(known: KnownPrefix, pictures: Pictures) -> KnownPrefix | None:
 def _completion_spans(control: ControlTexts, prompt: bytes, text: str) -> list[TextSpan] | None:
     """The text of a plain completion up to its first literal, or None if one begins in the prompt.
 
-    The author of a plain prompt may write control tokens. A literal that comes back becomes one.
+    The author of a plain prompt may write control tokens. A literal of the reply would become a
+    control token when a client sends it back.
     """
     if control.across(prompt.decode(), text):
         return None

@@ -249,7 +249,7 @@ def _first_error(lines: list[str]) -> list[str]:
 
 
 def _printing(on_progress: OnProgress, console: Console) -> OnProgress:
-    """Print a line at each tenth where there is no terminal for a bar."""
+    """Print a line at each tenth of the work, because there is no terminal for a bar."""
     printed = 0
 
     def report(done: float, total: float) -> None:
@@ -264,7 +264,7 @@ def _printing(on_progress: OnProgress, console: Console) -> OnProgress:
 
 
 def _run_logged(command: list[str], log: Path, on_progress: OnProgress) -> list[str]:
-    """Run a command and return what it prints, which `log` gets, too."""
+    """Run a command, write its output to `log` and return it."""
     environment = os.environ | {"PATH": _search_path(*CUDA_FOLDERS)}
     lines = []
     with (

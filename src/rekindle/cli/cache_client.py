@@ -171,7 +171,7 @@ def entry_path(key: str) -> str:
 
 
 class PromptCacheFile:
-    """A prompt cache of mlx_lm, a safetensors file whose header can be given token ids.
+    """A prompt cache of mlx_lm: a safetensors file. `name_tokens` adds token ids to its header.
 
     Raises RekindleError if the file cannot be read.
     """

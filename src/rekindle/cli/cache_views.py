@@ -15,7 +15,7 @@ SHORT_KEY = 12  # characters; this much of a key is nearly always unique
 STATUS_COLOURS = {"hit": "green", "partial_hit": "yellow", "miss": "red"}
 UNITS = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
 
-#: Columns that give way in a narrow terminal.
+#: Columns whose text is shortened in a narrow terminal.
 MAY_SHRINK = ("model", "names", "last message")
 
 Json = dict[str, Any]

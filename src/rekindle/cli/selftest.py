@@ -42,7 +42,7 @@ MIN_DAYS, TOKENS_PER_DAY = 30, 8  # a sentence of the notes has more tokens in e
 REPLY_TOKENS, SPEED_TOKENS = 24, 64
 PARALLEL = 4
 TIMEOUT_S = 900
-PACKAGES = ("numpy", "mlx")  # that compute, as far as they are installed
+PACKAGES = ("numpy", "mlx")  # libraries that compute; the report has the versions of installed ones
 #: The same prompt has to give the same bits, so the answer may not depend on anything else.
 EXACT = {
     "temperature": 0,

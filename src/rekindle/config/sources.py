@@ -84,7 +84,7 @@ def default_files(environment: Mapping[str, str] | None = None) -> list[Path]:
     """The files that are looked for, in order: in the current folder, then in the user's folder for
     settings. Only the first that exists is read."""
     environment = os.environ if environment is None else environment
-    base = Path(environment.get("XDG_CONFIG_HOME", ""))  # relative ones are invalid there
+    base = Path(environment.get("XDG_CONFIG_HOME", ""))  # a relative path is invalid there
     folder = base if base.is_absolute() else Path("~/.config").expanduser()
     return [Path(FILE_NAME).absolute(), folder / "rekindle" / FILE_NAME]
 

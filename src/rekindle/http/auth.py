@@ -40,7 +40,7 @@ class Caller:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether a server with keys has got none from this caller."""
+        """Whether the server has API keys and this caller sent none."""
         return self.salt == OPEN_SALT and not self.admin
 
 

@@ -83,7 +83,7 @@ def _punctuation(part: bytes) -> int:
 
 
 def check_message(content: bytes) -> None:
-    """Refuse a message that would be refused as a body, before it is parsed."""
+    """Apply the limits of a body to a WebSocket message, before it is parsed."""
     if len(content) > LIMITS.body_bytes:
         raise BodyTooLarge
     if _punctuation(content) > LIMITS.punctuation:

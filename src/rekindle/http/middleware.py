@@ -168,7 +168,7 @@ class RequestMiddleware:
         scope[ERROR_FORMAT] = partial(self._error_format, path, headers)
         try:
             self._check_headers(scope, headers)
-            self._cors.check(headers.get("origin"))  # a browser opens one without asking first
+            self._cors.check(headers.get("origin"))  # browsers send no preflight for a WebSocket
             self._identify(scope, headers)
             self._drain.check()
         except ServerError as error:

@@ -146,7 +146,8 @@ class Handles:
         return found
 
     def ending_within(self, rest: bytes) -> Iterator[PrefixHandle]:
-        """The conversations whose next tokens are a prefix of these packed ones, or none."""
+        """The conversations that have no more tokens, or whose next tokens are a prefix of these
+        packed ones."""
         for stop in range(0, len(rest) + TOKEN_BYTES if self._handles else 0, TOKEN_BYTES):
             yield from [self._handles[serial][0] for serial in self._equal_to(rest[:stop])]
 

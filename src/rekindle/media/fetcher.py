@@ -185,7 +185,8 @@ class SystemResolver:
         self._running: Counter[bytes] = Counter()  # lookups by tenant
 
     async def __call__(self, host: str, tenant: bytes) -> list[Address]:
-        """Raises BadMedia if the lookup takes too long, and TooManyRequests."""
+        """Resolve a host. Raises BadMedia if the lookup takes too long, and TooManyRequests if too
+        many run."""
         if self._running[tenant] >= MAX_TENANT_LOOKUPS or self._running.total() >= MAX_LOOKUPS:
             raise TooManyRequests(
                 "The host names of earlier images are still being looked up; try again later, or "

@@ -129,7 +129,7 @@ class HubModel:
     repo: str
     wanted: str | None
     folder: Path
-    name: str | None = None  # of a family: the best is the one that fits into this machine's memory
+    name: str | None = None  # short name of a family; `None` above then has to fit into memory
 
 
 def locate(name: str, models_dir: Path) -> PackagedModel | HubModel | Path:

@@ -28,7 +28,7 @@ class PulledModel:
 
     name: str
     path: Path  # the folder, or the first file
-    files: tuple[Path, ...]  # all that belong to it alone
+    files: tuple[Path, ...]  # files that no other model uses
     shared: tuple[Path, ...] = ()  # files that its neighbours use, too
 
     @property

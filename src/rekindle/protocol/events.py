@@ -80,8 +80,7 @@ class Divergence(Struct):
 
 
 class Reason(StrEnum):
-    """Why the turn reused this much of the stored state and not more: what is wrong with the name,
-    or what has changed."""
+    """Why the turn did not reuse more of the stored state: a problem with the name, or a change."""
 
     FULL_MATCH = "full_match"
     NOT_CACHED = "not_cached"

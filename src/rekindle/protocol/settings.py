@@ -52,7 +52,7 @@ DEFAULT_NORMALISERS: tuple[Normaliser, ...] = (
     "tools",
 )
 
-LIBRARY_VARIABLE = "REKINDLE_LLAMA_LIB"  # `llama_lib` in the environment of a runtime
+LIBRARY_VARIABLE = "REKINDLE_LLAMA_LIB"  # passes `llama_lib` to the process of a runtime
 AUTO = "auto"  # the model's chat template decides the format
 COUNT_LIMIT = 10_000_000  # no setting counts this far, so a larger number is a typing mistake
 THREADS_LIMIT = 16  # more threads do not make the engine faster

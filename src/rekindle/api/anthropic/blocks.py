@@ -42,7 +42,7 @@ class CacheControl(StrictModel):
 
 
 class Block(StrictModel):
-    # Not stored with a thread: a mark is about the request that has it.
+    # A mark applies to one request, so it is not stored with a thread.
     cache_control: CacheControl | None = Field(None, exclude=True)
 
 

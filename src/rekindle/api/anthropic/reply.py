@@ -107,7 +107,7 @@ class ReplyContent:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments. A call whose arguments are no object has them as its only one."""
+    """Parse a call's arguments. Anything but an object becomes the argument `arguments`."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:

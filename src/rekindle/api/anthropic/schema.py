@@ -116,8 +116,8 @@ class Toolbox:
     """The tools of one request, by where the prompt describes them."""
 
     def __init__(self, tools: Sequence[Tool] | None) -> None:
-        self.shown: list[dict[str, Any]] = []  # at the beginning of the prompt
-        self.deferred: dict[str, dict[str, Any]] = {}  # where they are first named
+        self.shown: list[dict[str, Any]] = []  # shown at the beginning of the prompt
+        self.deferred: dict[str, dict[str, Any]] = {}  # shown where a message first names them
         self.ignored: list[str] = []  # left out, because they run on Anthropic's servers
         self.names: set[str] = set()  # of the shown and the deferred tools
         for tool in tools or ():

@@ -56,7 +56,7 @@ CACHE_FIELDS = (
 )
 NAMES = ("cache_key", "session_id", "kv_cache_session_id")  # each names one conversation
 
-#: Names that other servers have for fields of this one.
+#: Aliases: the names that other servers have for fields of this one.
 ALIASES = {
     "n_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",

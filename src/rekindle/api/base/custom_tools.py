@@ -1,6 +1,6 @@
 """Presents custom tools, whose input is free text, to the model as functions.
 
-Such a function has one text argument, `input`. Its value is extracted from the arguments again.
+Such a function has one text argument, `input`. The client gets only the value of this argument.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def custom_function(
 ) -> dict[str, Any]:
     """Describe a custom tool as templates read a function, without the name.
 
-    A grammar that sampling enforces is a regular expression. Any other is only described: inside
-    of JSON sampling cannot enforce Lark.
+    A grammar that sampling enforces is a regular expression. Any other grammar is only described to
+    the model, because sampling cannot enforce Lark inside JSON.
     """
     text: dict[str, Any] = {"type": "string"}
     described: dict[str, Any] = {"description": description or ""}

@@ -98,7 +98,8 @@ class DocumentClient:
     """Loads and stores the documents of one caller. What it loads counts as memory in flight."""
 
     def __init__(self, request: Request, *, refuses: bool = True) -> None:
-        """`refuses=False` never refuses to load for lack of memory, to finish an answer."""
+        """With `refuses=False` no load fails for lack of memory, so that an answer can be
+        finished."""
         slots: DocumentSlots = getattr(request.state, DOCUMENT_SLOTS)
         tenant = caller_of(request).salt
         self._slots = slots.setdefault(tenant, TenantSlots())

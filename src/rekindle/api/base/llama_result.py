@@ -140,7 +140,7 @@ def _speed(what: str, tokens: int, seconds: float) -> dict[str, Any]:
 
 
 def prompt_progress(total: int, reused: int, done: int, elapsed_s: float) -> dict[str, int]:
-    """llama.cpp's report on the prompt, which it sends after each part that it has read."""
+    """llama.cpp's report on prefill, which it sends after each chunk."""
     elapsed_ms = round(elapsed_s * 1000)
     return {"total": total, "cache": reused, "processed": done, "time_ms": elapsed_ms}
 

@@ -431,7 +431,7 @@ def log_line(turn: Finished) -> str:
 
 
 def is_complete(arguments: str) -> bool:
-    """Whether the arguments of a call that was cut off are all there."""
+    """Whether a call that was cut off has all of its arguments."""
     try:
         return isinstance(orjson.loads(arguments), dict)
     except orjson.JSONDecodeError:

@@ -117,7 +117,7 @@ class _Typed(StrictModel):
 
 
 def _by_type(tool: Any, _union: ValidatorFunctionWrapHandler) -> Tool | CustomTool:
-    """Validate with the model of the tool's type, so that an error has no other model's faults."""
+    """Validate by the tool's type, so that an error does not list the faults of other types."""
     if isinstance(tool, Tool | CustomTool):
         return tool
     kind = _Typed.model_validate(tool).type
@@ -170,8 +170,8 @@ class ToolSelection:
     def tool_use(self, *, parallel: bool | None, max_calls: int | None = None) -> ToolUse:
         """`parallel` is whether the client asks for several calls; None: it does not say.
 
-        A reply that has to call ends after one call, unless the client asks for more: nothing else
-        would end it, and small models repeat the call.
+        A reply that has to call ends after one call, unless the client asks for more. Otherwise
+        small models would repeat the call until the reply is full.
         """
         is_required = self.choice == "required"
         if is_required and parallel:

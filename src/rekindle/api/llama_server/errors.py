@@ -22,7 +22,8 @@ PATHS = ("/completion", "/infill", "/slots", "/props", "/lora-adapters", "/embed
 
 
 class NotSupported(BadRequest):
-    """llama.cpp answers 501. Here 5xx means that the server has failed."""
+    """This server does not offer an operation. llama.cpp answers 501, but here 5xx means that the
+    server has failed."""
 
     code = "not_supported"
 

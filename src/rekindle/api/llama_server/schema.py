@@ -38,7 +38,7 @@ SERVED = (
     *("n_probs", "n_cmpl", "return_tokens", "response_fields", "t_max_predict_ms"),
     "cache_prompt",
 )
-#: Fields that editors send and that are refused or served in other dialects.
+#: The table of /completion. Editors send some fields here that other dialects refuse or serve.
 NATIVE_FIELDS: FieldTable = {
     **{name: entry for name, entry in LLAMA_SERVER.items() if name not in SERVED},
     "samplers": Ignored("samplers have a fixed order"),

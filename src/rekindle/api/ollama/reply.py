@@ -215,7 +215,8 @@ def calls(made: list[ToolCall], first: int = 0) -> list[dict[str, Any]]:
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
-    """Ollama's arguments are an object."""
+    """Parse a call's arguments. Anything but an object is dropped, because Ollama's arguments are
+    one."""
     try:
         found = json.loads(call.arguments)
     except json.JSONDecodeError:

@@ -108,7 +108,7 @@ class CompletionsReply(Reply):
         """A choice of a whole answer."""
 
     def shown(self, choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The choices of a whole answer that the client gets."""
+        """The choices that the client gets in a whole answer."""
         return choices
 
     def add(self, index: int, part: Part) -> None:
@@ -195,8 +195,8 @@ class CompletionsReply(Reply):
             cost = {"usage": usage(self.finished, self._choices, self._first_byte_at_s)}
             chunks.append(self._chunk([], **cost))  # without choices, as OpenAI sends it
         if self._body.reports_cache:
-            # It has the fields of a chunk: OpenAI's Python client yields named events as chunks,
-            # and its stream helper takes the usage from the last one.
+            # The event has the fields of a chunk, because OpenAI's Python client yields named
+            # events as chunks, and its stream helper takes the usage from the last one.
             chunk = {**self._chunk_fields, "choices": [self.empty(0)], **cost}
             report = {**chunk, **x_cache(self.finished, self._choices)}
             chunks.append(sse_event("x_cache", report))

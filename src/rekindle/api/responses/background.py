@@ -126,7 +126,7 @@ def _numbered(event: dict[str, Any], number: int) -> bytes:
 
 
 def interrupted(response: dict[str, Any]) -> dict[str, Any]:
-    """A stored response as it is shown if nobody computes it any more: the server was stopped."""
+    """What a client sees of a stored response that a stopped server left unfinished."""
     if response["status"] in ENDED:
         return response
     error = {

@@ -58,7 +58,7 @@ class _Reply:
         self.calls: list[ToolCall] = []
 
     def messages(self) -> list[Message]:
-        """The message, unless there is no item in it."""
+        """The message of the collected items, or none if there are no items."""
         if not (self.reasoning or self.texts or self.calls):
             return []
         return [reply_message("".join(self.texts), "".join(self.reasoning), self.calls)]
@@ -69,9 +69,8 @@ class _Reply:
                 return bool(self.texts or self.calls)
             case MessageItem(role="assistant"):
                 return bool(self.texts) and not self.calls
-        return isinstance(
-            item, MessageItem | CallOutput | CompactionItem
-        )  # not a call, nor an ignored item
+        # Calls and ignored items continue the reply.
+        return isinstance(item, MessageItem | CallOutput | CompactionItem)
 
 
 class _Rendering:
@@ -189,8 +188,8 @@ class Conversation:
 
 
 def _check_outputs(before: Sequence[Any], own: Sequence[Any]) -> None:
-    """Refuse an output without a call. Only where the whole conversation is known: clients that
-    send it themselves may have left out the calls of tools that run on a server."""
+    """Refuse an output without a call. Call this only for conversations that are stored here.
+    Clients that send the conversation may have left out the calls of tools that run on a server."""
     calls = (item for item in (*before, *own) if isinstance(item, FunctionCall | CustomToolCall))
     known = {call.call_id for call in calls}
     for item in own:

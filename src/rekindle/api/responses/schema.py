@@ -54,7 +54,8 @@ Lifetime = Literal["30m", "12h"]  # of cached state
 
 
 def _one_tool(kind: str) -> str:
-    """Refuse the type of `AllowedTools`. A wrong one would otherwise pass for a hosted tool."""
+    """Refuse the type of `AllowedTools`. Without this check, a wrong type would pass for a hosted
+    tool."""
     if kind == "allowed_tools":
         raise ValueError("is not the type of a tool")
     return kind
@@ -223,7 +224,7 @@ class PromptFields(StrictModel):
 
     @property
     def reply_tokens(self) -> int | None:
-        """The tokens of the reply that have to fit behind the prompt, if that is known."""
+        """Number of reply tokens that have to fit after the prompt, or None if that is unknown."""
         return None
 
     @property
@@ -251,7 +252,7 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
     stream: bool | None = None
     store: bool | None = Field(None, description="Whether to store the response; true by default")
     background: bool | None = Field(
-        None, description="Whether to answer at once and to compute the response afterwards"
+        None, description="Whether to answer immediately and to compute the response afterwards"
     )
     include: Annotated[list[str], Field(max_length=32)] | None = None
     generate: bool | None = Field(

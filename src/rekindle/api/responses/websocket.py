@@ -82,7 +82,7 @@ class Connection:
         except TimeoutError:
             await self._send_error(ConnectionTooOld(), None)
             code = None
-        if code is None or code == SERVICE_RESTART:  # responses that have begun may end
+        if code is None or code == SERVICE_RESTART:  # responses that have begun may finish
             await self._finish()
             with contextlib.suppress(RuntimeError, WebSocketDisconnect):
                 await self._websocket.close(code or 1000)
@@ -93,7 +93,7 @@ class Connection:
         await self._finish()
 
     async def _read(self) -> int:
-        """Read messages until there are no more. Returns the code with which it ended."""
+        """Read messages until the client closes the connection. Returns the close code."""
         while True:
             try:
                 text = await self._websocket.receive_text()
@@ -187,7 +187,7 @@ class _Exchange:
         self.has_failed = False
 
     def receive(self, message: Mapping[str, Any]) -> Any:
-        """ASGI's `receive` for the body of the request, and then for the end of the client."""
+        """ASGI's `receive`: first the body of the request, then the client's disconnect."""
         body = {name: value for name, value in message.items() if name not in NOT_SENT}
         content: bytes | None = orjson.dumps({**body, "stream": True})
 

@@ -26,8 +26,8 @@ from rekindle.protocol.admin import Detokenize, Detokenized, Tokenize, Tokenized
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
-PART_TOKENS = 8192  # of an answer that is made at a time
-MAX_TEXT_BYTES = 16 << 20  # tokenising takes about 75 bytes of memory for each
+PART_TOKENS = 8192  # of an answer that are serialised at a time
+MAX_TEXT_BYTES = 16 << 20  # tokenising takes about 75 bytes of memory for each byte
 
 
 def _limit_bytes(text: str) -> str:

@@ -99,7 +99,7 @@ class FieldNames:
 class ContentForms:
     text: bool
     parts: bool
-    none: bool  # in a reply
+    none: bool  # whether the content of a reply may be None
 
     @classmethod
     def probe(cls, render: Render) -> ContentForms:

@@ -117,7 +117,7 @@ def _enforceable(name: str, schema: Schema) -> Tool:
 class Notation:
     """How a notation writes constants, strings and the members of objects."""
 
-    words: Mapping[str, str]  # its own words for JSON's true, false and null
+    words: Mapping[str, str]  # the format's words for JSON's true, false and null
     quote: str  # the quote around strings. Empty for JSON's own strings
     key: Callable[[str], str]  # writes a property's name and the separator after it
     comma: str

@@ -173,7 +173,7 @@ class GrammarProcess:
                 raise ServerError(f"cannot start a process to compile grammars: {reason}") from None
         self._has_begun = False
         self._end = weakref.finalize(self, _end, self._process, self._socket)
-        with contextlib.suppress(ConnectionError):  # `answer` reports it
+        with contextlib.suppress(ConnectionError):  # `answer` reports that the process has ended
             _send(self._socket, msgspec.msgpack.encode(self._setup))
 
 

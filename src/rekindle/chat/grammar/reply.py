@@ -215,7 +215,7 @@ def _as_lark(grammar: str, param: str) -> str:
 
 
 def _regex(pattern: str) -> str:
-    """The pattern without anchors at its ends. The reply as a whole has to match anyway."""
+    """Remove anchors from the ends of a pattern. The whole reply has to match it anyway."""
     body = pattern.removeprefix("^")
     if body.endswith("$") and not body.endswith("\\$"):
         body = body[:-1]

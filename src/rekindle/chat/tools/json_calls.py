@@ -50,7 +50,7 @@ class JsonScan:
         self._depth = 0
 
     def piece(self, reader: StreamReader) -> Reading[str]:
-        """Takes the next piece of the value. Empty at its end."""
+        """Return the next piece of the value, or an empty text at its end."""
         while not self.done:
             end = self._end(reader.text, reader.at, reader.ended)
             if end > reader.at:

@@ -43,7 +43,8 @@ class Numerics:
     def of(
         cls, model: LlamaModel, options: EngineOptions, step_tokens: int, kv_type: KvType
     ) -> Numerics:
-        """Leaves out thread counts and sizes of contexts and pools: no bit depends on them."""
+        """Collect what the bits of state depend on. They do not depend on thread counts, nor on the
+        sizes of contexts and pools."""
         return cls(
             state_format=STATE_FORMAT,
             library=_library_digest(bindings.library_path()),

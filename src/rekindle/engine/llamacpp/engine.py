@@ -65,7 +65,7 @@ class LlamaCppEngine:
     """Implements `engine.base.Engine`."""
 
     sampler = TokenSampler
-    state_files = None  # no other program reads llama.cpp blocks of ours
+    state_files = None  # no other program reads our blocks of llama.cpp's state
 
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None

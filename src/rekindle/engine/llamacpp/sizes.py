@@ -115,8 +115,8 @@ def _sequences(model: LlamaModel, parallel: int, *, parks: bool) -> int:
 
 
 def _block_tokens(model: LlamaModel) -> int:
-    """Return a power of two that does not exceed a sliding window. llama.cpp leaves cells behind
-    the window of the last token out of a state."""
+    """Return a power of two that does not exceed a sliding window. llama.cpp exports no cells
+    outside the window of the last token."""
     default = GPU_BLOCK_TOKENS if model.on_gpu else 64
     window = model.window_tokens
     return min(default, 1 << (window.bit_length() - 1)) if window else default

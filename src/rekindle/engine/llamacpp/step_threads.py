@@ -26,9 +26,9 @@ CROWDED = 0.85  # a step that got less than this fraction of its threads' CPU ti
 ROUND_STEPS = 16  # check after this many steps whether a trial is due
 TRIAL_STEPS = 4  # the first step of a trial may have to wake threads and is not counted
 TRIAL_TIME_SHARE = 0.01  # fraction of the time that trials may lose
-REDUCED_TRIAL_TIME_SHARE = 0.1  # the same while cores are left to other programs
-MAX_TRIAL_INTERVAL_S = 10.0  # the same state: the other programs may have ended
-RECOUNT_INTERVAL_S = 1.0  # the same state: between two counts of other programs
+REDUCED_TRIAL_TIME_SHARE = 0.1  # the same fraction while cores are left to other programs
+MAX_TRIAL_INTERVAL_S = 10.0  # limit while cores are left to other programs, which may have ended
+RECOUNT_INTERVAL_S = 1.0  # between two counts of other programs, while cores are left to them
 
 IdleCores = Callable[[], int | None]
 
@@ -152,7 +152,7 @@ class ThreadChoice:
         self._in_trial = False
         self._steps, self._rows, self._spent_s = 0, 0, 0.0  # since a trial began or ended
         self._due_s = 0.0  # time to spend before the next trial
-        self._disturbed_due_s = 0.0  # the same for a trial after a disturbed step
+        self._disturbed_due_s = 0.0  # computing time after which a disturbed step may start a trial
 
     @property
     def next(self) -> int:

@@ -30,7 +30,7 @@ class _SpecialTokens:
 
     pattern: re.Pattern[str]
     ids: Mapping[str, int]
-    strip_before: frozenset[int]  # they remove blanks before them
+    strip_before: frozenset[int]  # special tokens that remove the blanks before them
     strip_after: frozenset[int]
 
     @classmethod
@@ -127,7 +127,8 @@ class LlamaTokenizer:
 
     @cached_property
     def _special_tokens(self) -> tuple[_SpecialTokens, _SpecialTokens]:
-        """Those of any text, and those of a text whose author may write control tokens."""
+        """The special tokens of any text, and those of a text whose author may write control
+        tokens."""
         read = self._library.llama_vocab_get_attr
         attributes = {token: int(read(self._vocab, token)) for token in range(self.size)}
 

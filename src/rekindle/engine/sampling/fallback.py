@@ -89,7 +89,8 @@ def _most_typical(scores: Scores, share: float) -> Ids:
 
 
 def match_lengths(tokens: np.ndarray[Any, np.dtype[np.int32]], limit: int) -> Ids:
-    """Count, for each place, the tokens up to it that equal the last tokens, up to `limit`."""
+    """For each place, count how many tokens up to it equal the last tokens of the text, at most
+    `limit`."""
     last = tokens.size - 1
     lengths = np.zeros(tokens.size, np.int64)
     places = np.arange(last)

@@ -51,7 +51,7 @@ def pack(sampling: SamplingParams, method: Method, *, draws: int = 0) -> bytes:
 
 
 def match_lengths(library: ctypes.CDLL, tokens: Ids) -> Ids:
-    """Count, for each place, the tokens up to it that equal the last tokens of all."""
+    """For each place, count how many tokens up to it equal the last tokens of the text."""
     lengths = np.empty(tokens.size, np.int32)
     library.match_lengths(tokens.ctypes.data, tokens.size, lengths.ctypes.data)
     return lengths

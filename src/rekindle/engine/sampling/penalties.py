@@ -87,7 +87,8 @@ class DryPenalty:
         # A longer run would exceed the range of float32, or with a base of 1 change nothing.
         self._max_exponent = int(MAX_LOG / log(self._base)) if self._base > 1.000001 else 0
         self._window = sampling.dry_penalty_last_n
-        self._tails: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of breakers, by head
+        # The other tokens of each breaker, by its first token.
+        self._tails: dict[int, set[tuple[int, ...]]] = defaultdict(set)
         for head, *tail in sampling.dry_breakers:
             self._tails[head].add(tuple(tail))
         alone = [head for head, tails in self._tails.items() if () in tails]
@@ -188,7 +189,8 @@ class BannedTokens:
     """
 
     def __init__(self, sampling: SamplingParams) -> None:
-        self._completing: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by what precedes
+        # The last tokens of bad words, by the tokens before them.
+        self._completing: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for *before, last in sampling.bad_words_tokens:
             self._completing[tuple(before)].append(last)
         self._lengths = sorted({len(before) for before in self._completing})

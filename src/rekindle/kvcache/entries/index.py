@@ -203,7 +203,7 @@ class EntryIndex:
     """
 
     def __init__(self, retention: Retention) -> None:
-        self._retention = retention  # told about each change
+        self._retention = retention  # is notified of each change
         #: Number of entries that have an image, by tenant and digest.
         self.pictures: Counter[tuple[bytes, bytes]] = Counter()
         self._numbers: dict[tuple[bytes, str], int] = {}  # the highest, by tenant and kind of name

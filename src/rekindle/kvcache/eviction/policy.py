@@ -143,7 +143,8 @@ class LruRanking(Ranking):
 
 
 class HitDensityRanking(Ranking):
-    """Evicts the leaf with the lowest density, and of several the one that was used longest ago.
+    """Evicts the leaf with the lowest density. Among equal ones, the least recently used leaf is
+    evicted.
 
     Leaves are grouped by class and by the span of their last use. So no leaf moves as it ages, and
     an eviction costs the number of classes and ages, not the number of blocks. Rejected: sampling

@@ -47,7 +47,7 @@ class RamTier(Tier):
             del self._blobs[block.key]
 
     def resize(self, block: Block, kind: BlockKind) -> None:
-        """Cut off the bytes after the state of this kind."""
+        """Shrink a block to this kind. The bytes of a checkpoint come last, so they are cut off."""
         blob = self._blobs[block.key]
         if len(blob) > kind.size_bytes:
             self.put(block, bytes(blob[: kind.size_bytes]))

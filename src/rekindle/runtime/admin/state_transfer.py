@@ -127,7 +127,7 @@ class StateTransfer:
         """Store the state in a file as an entry of the tenant; raises a ServerError."""
         state = self._files().read(path)
         tokens = self._checked(state.tokens)
-        owner = PrefixHandle(namespace, tokens)  # until there is an entry
+        owner = PrefixHandle(namespace, tokens)  # owns the imported blocks until they have an entry
         self._store.conversations.attach(owner)
         try:
             yield from self._put(state, tokens, namespace)

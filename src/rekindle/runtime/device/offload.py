@@ -177,7 +177,8 @@ class Offloader:
         return True
 
     def export_wanted(self, idle: IdleSequence) -> None:
-        """Export what other conversations need of a sequence whose own one is deleted."""
+        """Export the blocks that other conversations need, before the sequence of a deleted one is
+        closed."""
         if self.is_offloaded(idle):
             return
         start = idle.offloaded.tokens

@@ -217,7 +217,7 @@ class ChatTools(NamedTuple):
     key: bytes
     sent: Sequence[Any] | None
     shown: Sequence[Any] | None  # as the template gets them
-    size_bytes: int  # memory of both
+    size_bytes: int  # memory of `sent` and `shown`
 
     @classmethod
     def of(cls, tools: Sequence[Any] | None, earlier: RecentChat | None) -> ChatTools:

@@ -13,8 +13,8 @@ from rekindle.protocol.requests import ExtraFile, Infill
 from rekindle.runtime.encode.threads import check_token_ids
 from rekindle.tokens import FimTokens, Tokenizer
 
-REPOSITORY = "myproject\n"  # clients do not send the name of theirs
-FILE = "filename\n"  # nor that of the file with the gap
+REPOSITORY = "myproject\n"  # placeholder, because clients do not send a name
+FILE = "filename\n"  # the same for the file with the gap
 SEPARATOR = "\n\n--- snippet ---\n\n"  # between excerpts, for models without a token for it
 PREFIX_SHARE = 0.75  # largest part of the prompt for the text before the gap
 DEFAULT_REPLY_TOKENS = 256  # room that is left for a reply without a limit
@@ -52,7 +52,7 @@ class InfillEncoder:
                 param="model",
             )
         reply = min(max_tokens or DEFAULT_REPLY_TOKENS, self._context_tokens // 2)
-        room = max(self._context_tokens - reply - 4, 0)  # besides BOS and three control tokens
+        room = max(self._context_tokens - reply - 4, 0)  # 4: BOS and three control tokens
         inside = self._last(start, room // 2)
         prefix = self._last(infill.prefix, int((room - len(inside)) * PREFIX_SHARE))
         suffix = self._first(infill.suffix, room - len(inside) - len(prefix))

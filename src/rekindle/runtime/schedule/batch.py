@@ -22,9 +22,9 @@ MIN_CHUNK_TOKENS = 4
 EFFICIENT_CHUNK_TOKENS = 64
 # The first chunk, before the speed of the machine is known.
 FIRST_CHUNK_TOKENS = 16
-# Smaller chunks after which an efficient one is tried again.
+# After this many smaller chunks, a chunk of the efficient size is tried again.
 RETRY_STEPS = 8
-# Chunks after which a long prompt lets the next one in.
+# After this many chunks, a long prompt lets the next prompt run.
 QUANTUM_CHUNKS = 4
 
 

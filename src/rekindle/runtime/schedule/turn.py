@@ -170,7 +170,7 @@ class Turn:
         self.prompt_tokens = len(encoded.prompt.tokens)
         self.tokens = TokenBuffer(encoded.prompt.tokens)
         self.report: CacheReport | None = None  # set when it first starts
-        # The owners of its state: while it runs, and after its end.
+        # The owner of its state is `handle` while it runs, and `entry` after its end.
         self.handle: PrefixHandle | None = None
         self.entry: Entry | None = None
         self.problem: Reason | None = None  # why planned state was not reused
