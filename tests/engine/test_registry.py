@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rekindle.engine.base import EngineOptions
-from rekindle.engine.registry import ENGINES, known_engines, load_embedder, load_engine
+from rekindle.engine.registry import ENGINES, EngineKind, known_engines, load_engine
 from rekindle.errors import ConfigError, ModelError
 from rekindle.protocol.requests import ENGINE_MODULE
 from tests.support.numpy_engine import ENGINE, SUFFIX
@@ -99,8 +99,21 @@ def test_an_engine_without_adapters_refuses_one(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_embeddings_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="mlx computes no embeddings"):
-        load_embedder(EngineOptions(path=write_folder(tmp_path / "tiny")))
+    kind = EngineKind("quartz", "QZ", Path.is_file, "quartz:Engine")
+    with pytest.raises(ModelError, match="quartz computes no embeddings"):
+        kind.load_embedder(EngineOptions(path=tmp_path), lambda _done: None)
+
+
+def test_embeddings_of_a_folder_name_the_packages_that_are_missing(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    code = (
+        "import sys; from pathlib import Path; sys.modules['mlx_lm'] = None;"
+        "from rekindle.engine.base import EngineOptions;"
+        "from rekindle.engine.registry import load_embedder;"
+        f"load_embedder(EngineOptions(path=Path({str(folder)!r})))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "pip install 'rekindle[mlx]'" in ran.stderr
 
 
 def write_folder(path: Path) -> Path:

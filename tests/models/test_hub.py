@@ -301,6 +301,18 @@ def test_a_repository_of_a_folder_is_fetched_whole_and_nothing_else_of_it(
     assert progress.tasks[1][0] == f"Downloading {list(folder)[1]} (2 of 6)"
 
 
+def test_the_modules_of_an_embedding_model_are_fetched_with_it(
+    hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
+) -> None:
+    modules = {"1_Pooling/config.json": b'{"pooling_mode": "mean"}', "2_Dense/config.json": b"{}"}
+    others = {"onnx/config.json": b"{}", "1_Pooling/code.py": b"", "1_A/1_B/config.json": b"{}"}
+    hub.repos[REPO] = folder | modules | others
+    path = pull(REPO, models_dir=models_dir, progress=progress)
+    found = {each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file()}
+    assert found == {*folder, *modules}
+    assert (path / "1_Pooling/config.json").read_bytes() == modules["1_Pooling/config.json"]
+
+
 def test_a_pulled_folder_is_found_without_the_hub(
     hub: FakeHub, folder: dict[str, bytes], models_dir: Path, progress: RecordedProgress
 ) -> None:

@@ -17,13 +17,19 @@ class FakeEmbedder:
     """Records the inputs of every call. A call with the token `breaks_on` fails."""
 
     def __init__(
-        self, *, context_tokens: int = 16, batch_tokens: int = 32, ranks: bool = False
+        self,
+        *,
+        context_tokens: int = 16,
+        batch_tokens: int = 32,
+        ranks: bool = False,
+        normalises: bool = True,
     ) -> None:
         self.info = EmbedderInfo(
             context_tokens=context_tokens,
             batch_tokens=batch_tokens,
             dimensions=DIMENSIONS,
             ranks=ranks,
+            normalises=normalises,
         )
         self.tokenizer = NumberTokenizer()
         self.calls: list[list[list[int]]] = []

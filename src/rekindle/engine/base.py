@@ -346,6 +346,7 @@ class EmbedderInfo:
     batch_tokens: int  # good size of a call
     dimensions: int  # of a vector
     ranks: bool = False  # it scores pairs of texts instead of embedding
+    normalises: bool = True  # vectors have length one
 
 
 class Embedder(Protocol):
@@ -359,7 +360,7 @@ class Embedder(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     def embed(self, inputs: Seq[Seq[int]]) -> Matrix:
-        """Return a row of length one for each input. Inputs may have any order and number."""
+        """Return a row for each input. Inputs may have any order and number."""
 
     def rank(self, pairs: Seq[Seq[int]]) -> list[float]:
         """Score from 0 to 1 how well each document answers its query."""

@@ -88,6 +88,7 @@ ENGINES = (
         "MLX",
         is_model_folder,
         "rekindle.engine.mlx.engine:MlxEngine",
+        "rekindle.engine.mlx.embedder:MlxEmbedder",
         extra="mlx",
         takes_adapters=True,
     ),

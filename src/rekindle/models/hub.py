@@ -6,6 +6,7 @@ Uses huggingface_hub, and obeys HF_ENDPOINT and HF_TOKEN.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -41,6 +42,7 @@ from rekindle.models.workspace import publish, publish_folder, require_room, wor
 
 MAX_CHOICES_SHOWN = 20
 FOLDER_FILES = (WEIGHTS, "*.json", "*.jinja")  # of a model folder; code is never fetched
+MODULE_FILE = re.compile(r"\d+_\w+/config\.json")  # how sentence-transformers pools, for example
 
 
 class HubFile(Struct, frozen=True, array_like=True):
@@ -214,11 +216,13 @@ def folder_files(listed: list[HubFile]) -> list[HubFile]:
     has_weights = any(fnmatchcase(name, WEIGHTS) for name in names)
     if CONFIG not in names or not has_weights or any(name.endswith(".gguf") for name in names):
         return []
-    return [
-        file
-        for file in listed
-        if "/" not in file.name and any(fnmatchcase(file.name, kind) for kind in FOLDER_FILES)
-    ]
+    return [file for file in listed if _is_folder_file(file.name)]
+
+
+def _is_folder_file(name: str) -> bool:
+    if "/" in name:
+        return MODULE_FILE.fullmatch(name) is not None
+    return any(fnmatchcase(name, kind) for kind in FOLDER_FILES)
 
 
 def _fetch_folder(files: list[HubFile], final: Path, models_dir: Path, progress: Progress) -> Path:
@@ -233,6 +237,7 @@ def _fetch_folder(files: list[HubFile], final: Path, models_dir: Path, progress:
         for file in missing:
             title = f"{file.name} ({files.index(file) + 1} of {len(files)})"
             part = folder / f"{file.name}.part"
+            part.parent.mkdir(exist_ok=True)
             _download(file, part, folder / file.name, title, progress)
         publish_folder(folder, final)
     return final

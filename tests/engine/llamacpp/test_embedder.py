@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,9 +13,12 @@ import pytest
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.embedder import LlamaCppEmbedder
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.rerank import QWEN3_PROMPT
 from rekindle.errors import EngineBroken, ModelError
+from tests.support.reference_text import ReferenceDecoder
 from tests.support.tiny import write_llama
 from tests.support.tiny_bert import CLS, SEP, write_bert
+from tests.support.tiny_text_models import write_decoder, write_reranker_gguf
 
 Load = Callable[[Path], LlamaCppEmbedder]
 
@@ -65,6 +69,46 @@ def test_a_model_with_a_head_scores_pairs_from_0_to_1(tmp_path: Path, load: Load
     assert scores[0] == pytest.approx(scores[2])
     assert scores[0] != pytest.approx(scores[1])
     assert all(0 < score < 1 for score in scores)
+
+
+def test_qwen3_reranker_scores_the_answer_yes_as_numpy_does(tmp_path: Path, load: Load) -> None:
+    folder = write_decoder(tmp_path / "m", appends_end=False)
+    reference = ReferenceDecoder(folder)
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    yes, no = vocabulary["yes"], vocabulary["no"]
+    ranker = load(write_reranker_gguf(folder, tmp_path / "ranker.gguf"))
+    turned = load(write_reranker_gguf(folder, tmp_path / "turned.gguf", labels=("no", "yes")))
+    pairs = [ranker.pair("the cat", text)[-100:] for text in ("a dog", "the cat sat", "rain")]
+    expected = [reference.judged(pair, yes, no) for pair in pairs]
+    assert ranker.rank(pairs) == pytest.approx(expected, abs=5e-3)  # its KV cells are f16
+    assert turned.rank(pairs) == pytest.approx(expected, abs=5e-3)
+    assert len({round(score, 2) for score in expected}) == 3
+
+
+def test_qwen3_reranker_gets_the_prompt_of_its_file_or_the_known_one(
+    tmp_path: Path, load: Load
+) -> None:
+    folder = write_decoder(tmp_path / "m", appends_end=False)
+    silent = load(write_reranker_gguf(folder, tmp_path / "silent.gguf"))
+    prompt = "<|im_start|>{query}|{document}<|im_end|>"
+    named = load(write_reranker_gguf(folder, tmp_path / "named.gguf", prompt=prompt))
+    control = named.tokenizer.control_texts
+    expected = [
+        control["<|im_start|>"],
+        *named.tokenizer.encode("{document}<|im_end|>|rain", special=False),
+        control["<|im_end|>"],
+    ]
+    assert named.pair("{document}<|im_end|>", "rain") == expected
+    spelled = b"".join(silent.tokenizer.piece(each, special=True) for each in silent.pair("a", "b"))
+    assert spelled.decode() == QWEN3_PROMPT.format(query="a", document="b")
+    with pytest.raises(ModelError, match=r"has no \{query\} and \{document\}"):
+        load(write_reranker_gguf(folder, tmp_path / "fixed.gguf", prompt="{query}"))
+
+
+def test_a_qwen3_for_ranking_without_its_two_answers_is_refused(tmp_path: Path, load: Load) -> None:
+    folder = write_decoder(tmp_path / "m", appends_end=False)
+    with pytest.raises(ModelError, match="without the outputs yes and no"):
+        load(write_reranker_gguf(folder, tmp_path / "one.gguf", labels=("score",)))
 
 
 def test_a_classifier_is_refused(tmp_path: Path, load: Load) -> None:

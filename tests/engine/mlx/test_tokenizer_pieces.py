@@ -36,7 +36,7 @@ def test_a_token_becomes_its_bytes(decoder: Any, text: str, piece: bytes) -> Non
 @pytest.mark.parametrize(
     "decoder",
     [
-        {"type": "WordPiece", "prefix": "##"},
+        {"type": "BPEDecoder", "suffix": "</w>"},
         {"type": "Replace", "pattern": {"Regex": "a+"}, "content": ""},
         {"type": "Replace", "pattern": {"String": ""}, "content": "x"},
         {"type": "Sequence", "decoders": [{"type": "CTC"}]},

@@ -65,6 +65,14 @@ def test_fewer_dimensions_truncate_and_normalise_the_vectors() -> None:
     assert embed("1 2", dimensions=DIMENSIONS) == embed("1 2")
 
 
+def test_fewer_dimensions_of_a_model_that_does_not_normalise_are_only_cut() -> None:
+    embedder = FakeEmbedder(normalises=False)
+    turn = encode_inputs(embedder, EmbedRequest(inputs=["1 2"], dimensions=3))
+    found = finish(turn, embedder)
+    assert isinstance(found, Embedded)
+    assert np.array_equal(rows(found)[0], vector_of([1, 2])[:3])
+
+
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [

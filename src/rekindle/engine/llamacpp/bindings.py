@@ -125,6 +125,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_n_embd_inp": (c_int32, [_P]),
     "llama_model_n_embd_out": (c_int32, [_P]),
     "llama_model_n_cls_out": (c_uint32, [_P]),
+    "llama_model_cls_label": (c_char_p, [_P, c_uint32]),
     "llama_model_n_layer": (c_int32, [_P]),
     "llama_model_n_swa": (c_int32, [_P]),
     "llama_model_is_recurrent": (c_bool, [_P]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from rekindle.engine.llamacpp.batch import BatchArrays, BatchRows
 from rekindle.engine.llamacpp.bert import CALL_TOKENS, Bert, open_bert, packed
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.step_threads import OtherPrograms, StepThreads
+from rekindle.engine.rerank import QWEN3_PROMPT, RerankPrompt
 from rekindle.errors import EngineBroken, ModelError
 
 SEQUENCES = 64  # inputs of one native call
@@ -85,6 +87,32 @@ class EmbeddingContext:
         self._library.llama_free(self._native)
 
 
+class Score(NamedTuple):
+    """Which output of a classifier is the score of a pair."""
+
+    output: int
+    is_probability: bool  # otherwise any number, larger for a better document
+
+
+def score_of(model: LlamaModel, name: str) -> Score:
+    """Find the score of a reranker; raises ModelError. llama.cpp applies a softmax to the outputs
+    of a Qwen3, so they have to be the two answers."""
+    if model.architecture in ("qwen3", "qwen3vl"):
+        if sorted(model.labels) != ["no", "yes"]:
+            raise ModelError(
+                f"{name} is a Qwen3 for ranking without the outputs yes and no, so every score "
+                "would be wrong: give a file that a newer convert_hf_to_gguf.py wrote from "
+                "Qwen3-Reranker"
+            )
+        return Score(model.labels.index("yes"), is_probability=True)
+    if len(model.labels) != 1:
+        raise ModelError(
+            f"{name} sorts texts into {len(model.labels)} classes: only models with one score or "
+            "with embeddings are supported"
+        )
+    return Score(0, is_probability=False)
+
+
 class LlamaCppEmbedder:
     """Loads and tokenizes with llama.cpp. NumPy computes where it is faster (see `bert.py`)."""
 
@@ -100,17 +128,16 @@ class LlamaCppEmbedder:
             dimensions=int(self._model.library.llama_model_n_embd_out(self._model.native)),
             ranks=self._model.pooling == bindings.POOLING_RANK,
         )
+        self._score = score_of(self._model, options.path.name) if self.info.ranks else None
+        prompt = self._model.rerank_prompt
+        if self._score is not None and self._score.is_probability:
+            prompt = prompt or QWEN3_PROMPT
+        has_prompt = self._score is not None and prompt is not None
+        self._prompt = RerankPrompt(self.tokenizer, prompt or "") if has_prompt else None
         self._computes = self._open(options)
 
     def _open(self, options: EngineOptions) -> Bert | EmbeddingContext:
-        width = self.info.dimensions
-        if self.info.ranks:
-            width = int(self._model.library.llama_model_n_cls_out(self._model.native))
-            if width != 1:
-                raise ModelError(
-                    f"{options.path.name} sorts texts into {width} classes: only models with one "
-                    "score or with embeddings are supported"
-                )
+        width = len(self._model.labels) if self.info.ranks else self.info.dimensions
         return open_bert(self._model, options.path, options.threads) or EmbeddingContext(
             self._model,
             width=width,
@@ -122,6 +149,8 @@ class LlamaCppEmbedder:
         return self.tokenizer.encode(text, special=special, add_special=True)
 
     def pair(self, query: str, document: str) -> list[int]:
+        if self._prompt is not None:
+            return self._prompt.encode(query, document)
         return self.tokenizer.pair(query, document)
 
     def embed(self, inputs: Seq[Seq[int]]) -> Matrix:
@@ -131,8 +160,11 @@ class LlamaCppEmbedder:
         return normalised
 
     def rank(self, pairs: Seq[Seq[int]]) -> list[float]:
-        scores: list[float] = (1 / (1 + np.exp(-self._computes.pooled(pairs)[:, 0]))).tolist()
-        return scores
+        assert self._score is not None
+        outputs = self._computes.pooled(pairs)[:, self._score.output]
+        scores = outputs if self._score.is_probability else 1 / (1 + np.exp(-outputs))
+        listed: list[float] = scores.tolist()
+        return listed
 
     def close(self) -> None:
         self._computes.close()

@@ -138,6 +138,13 @@ class LlamaModel:
         self.quantization = bindings.description(library, native).rsplit(" ", 1)[-1]
         template = library.llama_model_chat_template(native, None)
         self.chat_template: str | None = template.decode(errors="replace") if template else None
+        template = library.llama_model_chat_template(native, b"rerank")
+        self.rerank_prompt: str | None = template.decode(errors="replace") if template else None
+        #: The names of the outputs of a classifier, if the file has them.
+        self.labels = [
+            (library.llama_model_cls_label(native, place) or b"").decode(errors="replace")
+            for place in range(int(library.llama_model_n_cls_out(native)))
+        ]
         self.trained_tokens = int(library.llama_model_n_ctx_train(native))
         #: The sliding window, or 0 if every layer sees the whole context.
         self.window_tokens = max(int(library.llama_model_n_swa(native)), 0)

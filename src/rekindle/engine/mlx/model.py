@@ -67,7 +67,7 @@ class LoadedModel:
 def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
     """Load a model folder with its adapter; raises ModelError."""
     folder = options.path
-    _check(folder, check_folder(folder))
+    check_model(folder, check_folder(folder))
     if options.adapter:
         _check_adapter(options.adapter)
     try:
@@ -75,12 +75,12 @@ def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
         if options.adapter:
             model = mlx_lm.utils.load_adapters(model, str(options.adapter))
             model.eval()
-        _read_weights(model, on_progress)
+        read_weights(model, on_progress)
         rows = model(mx.zeros((1, 1), mx.uint32))  # lazy: only its shape is used
     except Exception as error:  # an inconsistent folder may fail anywhere in mlx_lm
         with_adapter = f" with the adapter {options.adapter}" if options.adapter else ""
         raise ModelError(
-            f"mlx_lm cannot load {folder.name}{with_adapter}: {_sentence(error)}. Its "
+            f"mlx_lm cannot load {folder.name}{with_adapter}: {one_sentence(error)}. Its "
             "files are damaged or do not belong together, or its architecture is newer than the "
             "installed mlx-lm"
         ) from error
@@ -90,12 +90,12 @@ def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
         parameters=_parameters(model),
         quantization=_quantization(model, config),
         vocabulary_size=int(rows.shape[-1]),
-        context_tokens=_number(config, CONTEXT_LENGTHS) or UNLIMITED_TOKENS,
+        context_tokens=first_number(config, CONTEXT_LENGTHS) or UNLIMITED_TOKENS,
         fingerprint=state_fingerprint(folder, options.adapter),
     )
 
 
-def _check(folder: Path, tensors: list[str]) -> None:
+def check_model(folder: Path, tensors: list[str]) -> None:
     """Refuse models that bring code, or whose configuration would exhaust memory."""
     config = read_json(folder / CONFIG)
     if config.get("model_file") is not None or config.get("trust_remote_code"):
@@ -111,7 +111,7 @@ def _check(folder: Path, tensors: list[str]) -> None:
             f"{folder} has no {TOKENIZER}. Write one with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
         )
-    if _number(config, LAYER_COUNTS) > len(tensors):
+    if first_number(config, LAYER_COUNTS) > len(tensors):
         raise ModelError(f"{folder / CONFIG} names more layers than there are tensors.")
     if glob.escape(str(folder)) != str(folder):
         raise ModelError(f"mlx_lm cannot load from {folder}: rename it without any of * ? [ ]")
@@ -128,7 +128,7 @@ def _check_adapter(adapter: Path) -> None:
     tensor_names(weights)
 
 
-def _read_weights(model: Module, on_progress: OnProgress) -> None:
+def read_weights(model: Module, on_progress: OnProgress) -> None:
     """Read the weights from the files. Until now the arrays are lazy."""
     arrays = _arrays(model)
     total_bytes = sum(array.nbytes for array in arrays)
@@ -161,7 +161,7 @@ def _quantization(model: Module, config: dict[str, Any]) -> str:
     return str(largest.dtype).removeprefix("mlx.core.")
 
 
-def _number(config: dict[str, Any], names: tuple[str, ...]) -> int:
+def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int:
     """Return the first positive one of these settings, else 0. Looks into the text part too."""
     text = config.get("text_config")
     places = (config, text) if isinstance(text, dict) else (config,)
@@ -169,6 +169,6 @@ def _number(config: dict[str, Any], names: tuple[str, ...]) -> int:
     return next((number for number in found if type(number) is int and number > 0), 0)
 
 
-def _sentence(error: Exception) -> str:
+def one_sentence(error: Exception) -> str:
     """Return the message as one line of limited length."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")

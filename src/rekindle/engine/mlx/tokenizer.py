@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ def piece_decoder(decoder: Any) -> Spelled:
     steps = list(_steps(decoder))
     if any(step["type"] == "ByteLevel" for step in steps):
         return _from_byte_level
+    if [step["type"] for step in steps] == ["WordPiece"]:
+        return partial(_from_word_piece, str(steps[0].get("prefix")))
     replaced = [pair for step in steps if (pair := _replacement(step))]
     has_bytes = any(step["type"] == "ByteFallback" for step in steps)
 
@@ -54,6 +56,12 @@ def _from_byte_level(text: str) -> bytes:
         return bytes(_BYTES[character] for character in text)
     except KeyError:
         return text.encode()  # an added token
+
+
+def _from_word_piece(prefix: str, text: str) -> bytes:
+    """A piece with the prefix continues a word. Any other one starts a word."""
+    joined = text.removeprefix(prefix)
+    return joined.encode() if joined != text else f" {text}".encode()
 
 
 def _steps(decoder: Any) -> Iterator[dict[str, Any]]:
@@ -165,7 +173,7 @@ class FolderTokenizer:
         self._texts = {token: text for text, token in texts.items()}
         self._as_they_are = {each["id"] for each in added}
         self._hidden = {each["id"] for each in added if each["special"]}
-        unknown = raw["model"].get("unk_token")
+        unknown = _unknown_text(raw["model"])
         self.control_texts = {
             each["content"]: each["id"]
             for each in added
@@ -176,6 +184,7 @@ class FolderTokenizer:
         self.bos = self._named(about, "bos_token", configs)
         self.eos = self._named(about, "eos_token", configs)
         self.add_bos = self._adds_bos(about)
+        self._add_eos = about.get("add_eos_token") is True
         self.end_tokens = self._ends(configs)
 
     def _named(
@@ -217,6 +226,37 @@ class FolderTokenizer:
         ids: list[int] = self._special.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_input(self, *texts: str, special: bool = False) -> list[int]:
+        """Tokenize a text or a pair of texts, with the tokens that the model wants around them."""
+        first, *rest = self.tokens_around(len(texts))
+        ids = list(first)
+        for text, after in zip(texts, rest, strict=True):
+            ids += [*self.encode(text, special=special), *after]
+        return ids
+
+    def tokens_around(self, texts: int) -> list[list[int]]:
+        """The tokens before, between and after one or two texts."""
+        found = self._plain.encode(*"ab"[:texts])
+        around: list[list[int]] = [[] for _ in range(texts + 1)]
+        place = 0
+        for token, text in zip(found.ids, found.sequence_ids, strict=True):
+            if text is None:
+                around[place].append(token)
+            else:
+                place = text + 1
+        if self._add_eos and self.eos is not None and self.eos not in around[-1]:
+            around[-1].append(self.eos)
+        return around
+
+    @cached_property
+    def second_segment_after(self) -> int | None:
+        """The token after which the second text of a pair begins, if the model tells the segments
+        apart."""
+        found = self._plain.encode("a", "b")
+        if len(set(found.type_ids)) == 1:
+            return None
+        return int(found.ids[found.type_ids.index(1) - 1])
+
     def _encode_plain(self, text: str) -> list[int]:
         """Tokenize as text. If ordinary merges spell a control token, split the text there."""
         found = self._plain.encode(text, add_special_tokens=False)
@@ -242,6 +282,14 @@ def _usable_tokens(raw: dict[str, Any], vocabulary_size: int | None) -> list[dic
     """Return the added tokens that have a logit. Some vocabularies add an unused padding token."""
     added: list[dict[str, Any]] = raw.get("added_tokens") or []
     return [each for each in added if vocabulary_size is None or each["id"] < vocabulary_size]
+
+
+def _unknown_text(model: dict[str, Any]) -> str | None:
+    """The text of the token for characters that are not in the vocabulary."""
+    place = model.get("unk_id")  # of a Unigram vocabulary, which is a list
+    if type(place) is int and isinstance(model.get("vocab"), list):
+        return str(model["vocab"][place][0])
+    return model.get("unk_token")
 
 
 def _native(raw: dict[str, Any]) -> Any:

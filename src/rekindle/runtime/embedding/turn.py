@@ -26,12 +26,18 @@ class EmbeddingTurn:
     """A request on its way. Equal inputs are computed once."""
 
     def __init__(
-        self, request: EmbedRequest | RankRequest, inputs: Sequence[list[int]], dimensions: int
+        self,
+        request: EmbedRequest | RankRequest,
+        inputs: Sequence[list[int]],
+        dimensions: int,
+        *,
+        normalises: bool = True,
     ) -> None:
-        """`dimensions` is the width of the model's vectors."""
+        """`dimensions` is the width of the model's vectors, and `normalises` their length one."""
         self.id = request.turn
         self.request = request
         self._dimensions = dimensions
+        self._normalises = normalises
         self._order = [pack(tokens) for tokens in inputs]
         self.prompt_tokens = sum(map(len, inputs))
         self.computed_tokens = 0
@@ -70,8 +76,8 @@ class EmbeddingTurn:
         if isinstance(self.request, RankRequest):
             return Ranked(self.id, rows[:, 0].tolist(), *counts)
         dimensions = self.request.dimensions or self._dimensions
-        if dimensions < self._dimensions:  # Matryoshka: truncate and normalise again
-            rows = rows[:, :dimensions]
+        rows = rows[:, :dimensions]
+        if dimensions < self._dimensions and self._normalises:  # Matryoshka: normalise again
             rows = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-30)
         return Embedded(self.id, rows.astype("<f4").tobytes(), dimensions, *counts)
 
@@ -99,7 +105,7 @@ def encode_inputs(embedder: Embedder, request: EmbedRequest | RankRequest) -> Em
         for place, each in enumerate(request.inputs)
     ]
     _check_lengths(inputs, info.context_tokens, "input")
-    return EmbeddingTurn(request, inputs, info.dimensions)
+    return EmbeddingTurn(request, inputs, info.dimensions, normalises=info.normalises)
 
 
 def _shortened(embedder: Embedder, text: str) -> list[int]:
