@@ -44,6 +44,22 @@ def test_fifty_sentences_have_the_same_vectors_as_the_reference(
     assert (found * reference.embed(SENTENCES)).sum(axis=1).min() > 0.999
 
 
+def test_the_published_folder_has_the_same_vectors_as_the_gguf_file(
+    embedder: Embedder, minilm_folder: Path
+) -> None:
+    sentences = SENTENCES[::5]
+    published = load_embedder(EngineOptions(path=minilm_folder, threads=1))
+    try:
+        assert published.info.dimensions == embedder.info.dimensions
+        assert published.info.context_tokens == embedder.info.context_tokens
+        for sentence in SENTENCES:
+            assert published.encode(sentence) == embedder.encode(sentence)
+        tokens = [embedder.encode(sentence) for sentence in sentences]
+        assert (published.embed(tokens) * embedder.embed(tokens)).sum(axis=1).min() > 0.999
+    finally:
+        published.close()
+
+
 def test_sentences_with_the_same_meaning_are_closest(embedder: Embedder) -> None:
     texts = ["How old are you?", "What is your age?", "The train to Rome leaves at noon."]
     one, same, other = embedder.embed([embedder.encode(text) for text in texts])

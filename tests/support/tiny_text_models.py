@@ -359,3 +359,55 @@ def write_reranker_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+_GGUF_BERT_NAMES = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+    "pooler.dense": "cls",
+    "classifier": "cls.output",
+}
+
+
+def write_cross_encoder_gguf(folder: Path, path: Path) -> Path:
+    """Write a BERT folder with one score as a GGUF file with rank pooling."""
+    writer: Any = gguf.GGUFWriter(str(path), "bert")
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    writer.add_context_length(CONTEXT)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_causal_attention(False)
+    writer.add_pooling_type(gguf.PoolingType.RANK)
+    writer.add_classifier_output_labels(["score"])
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list([f"\u2581{each}" if each not in SPECIAL else each for each in vocabulary])
+    writer.add_token_types([3 if each in SPECIAL else 1 for each in vocabulary])
+    writer.add_token_type_count(2)
+    writer.add_bos_token_id(SPECIAL.index("[CLS]"))
+    writer.add_sep_token_id(SPECIAL.index("[SEP]"))
+    writer.add_unk_token_id(SPECIAL.index("[UNK]"))
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem, _, part = name.removeprefix("bert.").rpartition(".")
+        layer, _, rest = stem.removeprefix("encoder.layer.").partition(".")
+        is_in_layer = stem.startswith("encoder.layer.")
+        ours = _GGUF_BERT_NAMES[rest if is_in_layer else stem]
+        writer.add_tensor(f"blk.{layer}.{ours}.{part}" if is_in_layer else f"{ours}.{part}", tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

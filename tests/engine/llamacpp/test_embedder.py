@@ -15,10 +15,15 @@ from rekindle.engine.llamacpp.embedder import LlamaCppEmbedder
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.engine.rerank import QWEN3_PROMPT
 from rekindle.errors import EngineBroken, ModelError
-from tests.support.reference_text import ReferenceDecoder
+from tests.support.reference_text import ReferenceDecoder, ReferenceEncoder
 from tests.support.tiny import write_llama
 from tests.support.tiny_bert import CLS, SEP, write_bert
-from tests.support.tiny_text_models import write_decoder, write_reranker_gguf
+from tests.support.tiny_text_models import (
+    write_cross_encoder_gguf,
+    write_decoder,
+    write_encoder,
+    write_reranker_gguf,
+)
 
 Load = Callable[[Path], LlamaCppEmbedder]
 
@@ -69,6 +74,18 @@ def test_a_model_with_a_head_scores_pairs_from_0_to_1(tmp_path: Path, load: Load
     assert scores[0] == pytest.approx(scores[2])
     assert scores[0] != pytest.approx(scores[1])
     assert all(0 < score < 1 for score in scores)
+
+
+def test_a_cross_encoder_scores_pairs_in_one_segment_as_numpy_does(
+    tmp_path: Path, load: Load
+) -> None:
+    folder = write_encoder(tmp_path / "m", classes=1)
+    reference = ReferenceEncoder(folder)
+    ranker = load(write_cross_encoder_gguf(folder, tmp_path / "ranker.gguf"))
+    pairs = [[2, 4, 5, 3, *rest, 3] for rest in ([6, 7], [8, 9, 10, 11], [4])]
+    expected = [reference.score(pair) for pair in pairs]
+    assert ranker.rank(pairs) == pytest.approx(expected, abs=1e-3)
+    assert len({round(score, 2) for score in expected}) == 3
 
 
 def test_qwen3_reranker_scores_the_answer_yes_as_numpy_does(tmp_path: Path, load: Load) -> None:
