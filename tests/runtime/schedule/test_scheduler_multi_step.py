@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from rekindle.engine.base import Engine, EngineOptions
+from rekindle.engine.base import Engine, EngineOptions, Pending, Sampled
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
 from rekindle.errors import EngineBroken
+from rekindle.runtime.schedule.batch import Batcher, StepTiming
 from rekindle.runtime.schedule.scheduler import MAX_MULTI_STEP_S
 from tests.contract.actions import PROMPT
 from tests.contract.engines import write_wide_llama
@@ -107,6 +108,32 @@ def test_replies_that_something_else_may_end_go_step_by_step(request_: dict[str,
     before = reply.turn.generated_tokens
     harness.scheduler.step()
     assert reply.turn.generated_tokens == before + 1
+
+
+def test_the_scheduler_learns_from_every_computed_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from the steps of a multi-step decode before the one for which the pool is too full."""
+    engine = FakeEngine(pool_tokens=256, context_tokens=256)
+    harness = harness_of(engine, parallel=4)
+    learned: list[int] = []
+    computed: list[int] = []
+    learn, collect = Batcher.learn, FakeEngine.collect
+
+    def recorded_learn(batcher: Batcher, timing: StepTiming) -> None:
+        learned.append(timing.steps)
+        learn(batcher, timing)
+
+    def counted_collect(engine: FakeEngine, pending: Pending) -> list[Sampled | None]:
+        computed.append(1)
+        return collect(engine, pending)
+
+    monkeypatch.setattr(Batcher, "learn", recorded_learn)
+    monkeypatch.setattr(FakeEngine, "collect", counted_collect)
+    for number in range(100, 103):
+        harness.submit([number, number], max_tokens=200)
+    harness.run()
+    assert harness.kv.counts.preemptions
+    assert sum(learned) == len(computed)
+    assert harness.kv.counts.computed_tokens == engine.counts.computed_tokens
 
 
 def test_an_engine_that_breaks_meanwhile_changes_no_reply() -> None:

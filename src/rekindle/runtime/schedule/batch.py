@@ -88,6 +88,12 @@ class StepTiming:
     def stop(self) -> None:
         self.step_s = (time.perf_counter() - self._start_s) / self.steps
 
+    def drop_last_step(self) -> None:
+        """Leave out the last step, because it was not computed."""
+        self.steps -= 1
+        if self.steps:
+            self.step_s = (self._last_s - self._start_s) / self.steps
+
 
 class Batcher:
     """Composes batches of running turns.

@@ -108,19 +108,21 @@ class Scheduler:
             self._deliver_due(in_flight=True)
             results = self._engine.collect(pending)
             while may_repeat and (decoded := self._continuing(batch, results, timing)):
+                self._kv.counts.computed_tokens += len(batch)
                 self._outbox.collect_decoded(batch, decoded, timing.next_step())
                 self._deliver_due(in_flight=False)
                 pending = self._engine.launch_next(pending, [each.token for each in decoded])
                 self._deliver_due(in_flight=True)
                 results = self._engine.collect(pending)
         except PoolFull:
+            timing.drop_last_step()
+            if timing.steps:
+                self._learn(timing)
             self._preempt(batch)
             return
-        finally:
-            self._kv.counts.computed_tokens += len(batch) * (timing.steps - 1)
         timing.stop()
-        self._batcher.learn(timing)
-        self._learn_cost(timing)
+        self._learn(timing)
+        self._kv.counts.computed_tokens += batch.rows
         self._collect(batch, results, timing)
 
     def _deliver_due(self, *, in_flight: bool) -> None:
@@ -152,9 +154,6 @@ class Scheduler:
 
     def _collect(self, batch: Batch, results: list[Sampled | None], timing: StepTiming) -> None:
         """Give every turn its result, and finish those that have ended."""
-        self._kv.counts.computed_tokens += batch.rows
-        if self._kv.idle:
-            self._kv.idle.count_rows(_rows_by_type(batch, timing.steps))
         if progress := self._outbox.collect(batch, results, timing.step_s):
             self._emit(progress)
         if (
@@ -167,12 +166,15 @@ class Scheduler:
         if batch.has_prefill:
             self._batcher.rotate(self._running)
 
-    def _learn_cost(self, timing: StepTiming) -> None:
-        """Prefill of a single prompt shows what computing costs, to be compared with restoring."""
+    def _learn(self, timing: StepTiming) -> None:
+        """Give the time of computed steps to everything that decides by it."""
         batch = timing.batch
-        if len(batch) == 1:
+        self._batcher.learn(timing)
+        if len(batch) == 1:  # a single prompt shows what computing costs, compared with restoring
             [turn] = batch.turns
             self._kv.cost_gate.learn_computing(turn.held_tokens, batch.rows, timing.step_s)
+        if self._kv.idle:
+            self._kv.idle.count_rows(_rows_by_type(batch, timing.steps))
 
     def _flush(self) -> None:
         """Deliver all text and finish the turns that it ended. No step may be in flight."""
