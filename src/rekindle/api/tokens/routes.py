@@ -23,6 +23,7 @@ from rekindle.errors import BadRequest, Unsupported
 from rekindle.http.body import JsonRoute, body_of, run_off_loop
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import Detokenize, Detokenized, Tokenize, Tokenized
+from rekindle.worker.client import RuntimeClient
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
@@ -153,14 +154,20 @@ async def apply_template(
     body: TemplateRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Render a conversation as the text that the model would read."""
-    models = models_of(request)
-    normalise = models.config.normalise
-    op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
-    runtime = models.runtime(body.model, number)
-    client = AdminClient.of_tenant(request)
-    tokens = list((await client.request(runtime, op, Tokenized)).ids)
-    found = await client.request(runtime, Detokenize(tokens), Detokenized)
+    runtime = models_of(request).runtime(body.model, number)
+    tokens = list((await _tokenized(body, request, runtime)).ids)
+    op = Detokenize(tokens)
+    found = await AdminClient.of_tenant(request).request(runtime, op, Detokenized)
     return JsonResponse({"prompt": found.text})
+
+
+async def _tokenized(
+    body: TemplateRequest, request: Request, runtime: RuntimeClient, *, with_tokens: bool = True
+) -> Tokenized:
+    normalise = models_of(request).config.normalise
+    op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
+    op.with_tokens = with_tokens
+    return await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
 
 
 @router.post("/v1/internal/token-count")
@@ -184,12 +191,8 @@ async def count_chat_tokens(
     body: TemplateRequest, request: Request, number: ModelNumber = None
 ) -> InputTokensBody:
     """Count the tokens of a conversation as the model would read it."""
-    models = models_of(request)
-    normalise = models.config.normalise
-    op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
-    op.with_tokens = False
-    runtime = models.runtime(body.model, number)
-    found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
+    runtime = models_of(request).runtime(body.model, number)
+    found = await _tokenized(body, request, runtime, with_tokens=False)
     return InputTokensBody(input_tokens=found.count)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rekindle.chat.encode import Encoder
 from rekindle.chat.escaping import unescape
@@ -280,38 +280,19 @@ class Sessions:
         that continues from there, or that answers the same prompt again, supersedes it."""
         if not turn.request.reuse or not turn.is_started:
             return
-        names, prepare = turn.request.names or Names(), turn.request.prepare
         end = self._end(turn) if turn.generated_tokens else _end_of_prompt(turn)
-        replies, continued = _replies_after(self._entries.index, turn, end, None)
-        keyed = names.return_cache_key or prepare is not None or names.entry_key is not None
-        ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
         hashes = turn.encoded.hashes
-        turn.entry = self._entries.remember(
-            Draft(
-                namespace=turn.namespace,
-                kv_namespace=turn.kv_format.namespace,
-                tokens=end.tokens,
-                text=end.text,
-                text_tokens=end.text_tokens,
-                replies=replies,
-                after=continued,
-                segments=hashes.as_sent().segments if hashes else (),
-                ttl_s=prepare.ttl_s if prepare else ttl_s,
-                durable=turn.lookup.write_back > WriteBack.NEVER,
-            )
-        )
+        segments = hashes.as_sent().segments if hashes else ()
+        turn.entry = self._entries.remember(replace(self._unnamed(turn, end), segments=segments))
 
-    def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
-        end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
+    def _unnamed(
+        self, turn: Turn, end: ConversationEnd, hashes: EntryHashes | None = None
+    ) -> Draft:
+        """Draft the entry of a turn without names. `hashes` include the reply."""
+        names, prepare = turn.request.names or Names(), turn.request.prepare
         replies, continued = _replies_after(self._entries.index, turn, end, hashes)
-        own_key, session = names.entry_key, turn.lookup.fingerprint_session
-        keyed = names.return_cache_key or prepare is not None or own_key is not None
-        project = [(PROJECT, prepare.project)] if prepare and prepare.project else []
-        new_names = list(_new_session_keys(names, finished.message_id, session, hashes))
-        can_pin = names.pin_s is not None and self._can_pin_temporarily(turn, end)
-        ttl_s = names.ttl_s or (self._key_ttl_s if keyed else None)
+        ttl_s = names.ttl_s or (self._key_ttl_s if _is_keyed(turn) else None)
         return Draft(
-            key=own_key,
             namespace=turn.namespace,
             kv_namespace=turn.kv_format.namespace,
             tokens=end.tokens,
@@ -320,13 +301,26 @@ class Sessions:
             replies=replies,
             after=continued,
             segments=hashes.segments if hashes else (),
+            ttl_s=prepare.ttl_s if prepare else ttl_s,
+            durable=turn.lookup.write_back > WriteBack.NEVER,
+        )
+
+    def _draft(self, turn: Turn, names: Names, finished: Finished) -> Draft:
+        end, hashes, prepare = self._end(turn), _hashes_after(turn), turn.request.prepare
+        unnamed = self._unnamed(turn, end, hashes)
+        own_key, session = names.entry_key, turn.lookup.fingerprint_session
+        project = [(PROJECT, prepare.project)] if prepare and prepare.project else []
+        new_names = list(_new_session_keys(names, finished.message_id, session, hashes))
+        can_pin = names.pin_s is not None and self._can_pin_temporarily(turn, end)
+        return replace(
+            unnamed,
+            key=own_key,
             names=(*(name for name in new_names if name[0] in OWN_KINDS), *project),
             shared_names=tuple(name for name in new_names if name[0] not in OWN_KINDS),
-            ttl_s=prepare.ttl_s if prepare else ttl_s,
-            keyed=keyed,
+            keyed=_is_keyed(turn),
             pinned=prepare is not None and prepare.pinned,
             pin_s=names.pin_s if can_pin else None,
-            durable=turn.lookup.write_back > WriteBack.NEVER or own_key is not None,
+            durable=unnamed.durable or own_key is not None,
         )
 
     def _can_pin_temporarily(self, turn: Turn, end: ConversationEnd) -> bool:
@@ -361,6 +355,13 @@ class Sessions:
 def _end_of_prompt(turn: Turn) -> ConversationEnd:
     prompt = turn.encoded.prompt
     return ConversationEnd(prompt.tokens, prompt.escaped, len(prompt.tokens))
+
+
+def _is_keyed(turn: Turn) -> bool:
+    """Whether the client knows the key of the turn's entry."""
+    names = turn.request.names or Names()
+    is_prepared = turn.request.prepare is not None
+    return names.return_cache_key or is_prepared or names.entry_key is not None
 
 
 def _hashes_after(turn: Turn) -> EntryHashes | None:
