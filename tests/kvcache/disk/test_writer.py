@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from collections.abc import Iterator
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -16,7 +18,7 @@ from rekindle.kvcache.block import Block, BlockKind, chain_key
 from rekindle.kvcache.disk.folder import open_folder
 from rekindle.kvcache.disk.index_db import IndexDb
 from rekindle.kvcache.disk.writer import Commit, Remove, Writer
-from rekindle.kvcache.tiers.base import Flushed, TierEvent, Written
+from rekindle.kvcache.tiers.base import Flushed, OnEvent, TierEvent, Written
 from rekindle.kvcache.tiers.disk import DiskTier
 from rekindle.tokens import Tokens
 from tests.kvcache.records import entry
@@ -147,6 +149,38 @@ def test_a_change_that_was_given_up_is_not_reported_as_safe(tmp_path: Path) -> N
     folder.close()
     assert outcomes == {"a": False, "b": True, "c": True, "all": False, "later": True}
     assert stored == {"b", "c"}
+
+
+class WatchedWriter(Writer):
+    """Records what `retry`, which another thread may call at any time, sees of failed removals."""
+
+    def __init__(self, tier: str, on_event: OnEvent, floor_bytes: int) -> None:
+        self.seen: list[set[bytes]] = []
+        super().__init__(tier, on_event, floor_bytes)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "_unremoved":
+            self.seen.append(set(self._unremoved))
+
+
+def test_a_retry_always_sees_the_removals_that_failed(tmp_path: Path) -> None:
+    folder = open_folder(tmp_path / "kv", b"model", limit_bytes=1 << 30)
+    trouble = Trouble(("unlink",), errno.EACCES)
+    folder.block_files = block_files_with(folder.path, trouble.calls())
+    told: SimpleQueue[TierEvent] = SimpleQueue()
+    writer = WatchedWriter("disk", told.put, 0)
+    writer.put(Remove(KEY, quarantine=False))
+    writer.start(folder)
+    for error in (errno.EACCES, errno.EACCES, None):
+        trouble.error = error
+        writer.retry()
+        writer.put(Flushed(lambda _: None))
+        while not isinstance(told.get(timeout=PATIENCE_S), Flushed):
+            pass
+    writer.close()
+    folder.close()
+    assert [seen for seen, _ in groupby(writer.seen[1:])] == [{KEY}, set()]
 
 
 def test_a_commit_is_on_disk_when_it_returns(tmp_path: Path) -> None:
