@@ -43,7 +43,7 @@ class FimTokens:
 
     @classmethod
     def named(cls, control_texts: Mapping[str, int]) -> FimTokens | None:
-        """Find the tokens by their usual spellings. None if the model lacks one of the first."""
+        """Find the tokens by their known spellings. None if the model lacks one of the first."""
 
         def find(spellings: tuple[str, ...]) -> int | None:
             return next((control_texts[each] for each in spellings if each in control_texts), None)

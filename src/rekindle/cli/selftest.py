@@ -355,7 +355,7 @@ def _machine() -> Json:
 
 
 def _processor() -> str:
-    """The name of the processor, as far as the system tells it."""
+    """The name of the processor, if the system has it."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux

@@ -62,7 +62,7 @@ class TieredTree:
         above = block.parent
         assert above is not None
         if len(above.children) == 1 and above.handles is NO_HANDLES:
-            return  # the usual case in a long chain
+            return  # the common case in a long chain
         for covered in shorter(block):
             replaced = (block.exact or not covered.exact) and not covered.resumable
             needed = covered.is_persistent and not block.stored

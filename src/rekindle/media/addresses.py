@@ -96,7 +96,7 @@ class AllowList:
 def interface_addresses() -> frozenset[Address]:
     """Return the addresses of all network interfaces of this machine, through `getifaddrs`.
 
-    Python has no function for it, and the name of a machine often resolves to loopback alone.
+    Python has no function for it, and the name of a machine often resolves only to loopback.
     """
     library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_Interface)()

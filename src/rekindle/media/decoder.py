@@ -16,7 +16,7 @@ from rekindle.fair_queue import FairSlots
 from rekindle.media.jobs import LENGTH, LIMITS, Frame, MediaJob, Result, framed, read_result
 from rekindle.protocol.requests import CHANNELS
 
-#: The environment variables of a decoder process, besides Python's. It gets no API keys.
+#: The environment variables of a decoder process, in addition to Python's. It gets no API keys.
 PASSED_VARIABLES = (
     "PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "SYSTEMROOT", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
 )  # fmt: skip

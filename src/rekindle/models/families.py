@@ -24,7 +24,7 @@ class FamilyMember:
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Sizes, from small to large. The name of the family alone means `default`."""
+    """Sizes, from small to large. The bare name of the family means `default`."""
 
     default: str
     members: Mapping[str, FamilyMember]

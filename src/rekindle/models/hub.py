@@ -264,7 +264,7 @@ def _fetch_beside(
 
 
 def _introduction(source: HubModel, files: list[HubFile], what: str, licence: str | None) -> str:
-    """Say what is pulled before it takes long: files, size and licence."""
+    """Say what is about to be pulled: files, size and licence."""
     name = f"{source.name} is " if source.name else "Pulling "
     size = decimal(_size_bytes(files))
     terms = f"licence {licence}" if licence else "no licence stated"

@@ -91,7 +91,7 @@ class Ready(Struct, tag=True):
     layers: int = 0
     gpu_layers: int = 0  # layers on GPUs
     capacities: tuple[Capacity, ...] = ()
-    exact_step_tokens: int = 0  # exact mode reuses whole steps of so many tokens
+    exact_step_tokens: int = 0  # exact mode reuses whole steps of this many tokens
 
     @property
     def kept_bytes(self) -> int:

@@ -200,7 +200,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     sampling: SamplingParams
     max_tokens: int | None
     stop: list[str] = []
-    stop_token_ids: list[int] = []  # end tokens besides the model's own
+    stop_token_ids: list[int] = []  # end tokens in addition to the model's
     truncate_prompt_tokens: int | None = None  # keep this many last tokens; -1: as many as fit
     ignore_eos: bool = False
     reuse: bool = True

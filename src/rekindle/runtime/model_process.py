@@ -81,7 +81,7 @@ class Link:
 class ModelProcess(ABC, Generic[T]):
     """Serves one model until the front closes the socket.
 
-    `T` is the type of the messages that the main thread handles, besides `Stop`.
+    `T` is the type of the messages that the main thread handles, other than `Stop`.
     """
 
     tokenisation: Tokenisation  # set by the subclass, once it has loaded the model

@@ -23,7 +23,7 @@ class Refused:
     """A field that would change the answer."""
 
     instead: str  # what to do; the name of the field completes the sentence
-    neutral: tuple[Any, ...] = ()  # values that change nothing, besides null
+    neutral: tuple[Any, ...] = ()  # values that change nothing, in addition to null
     switch: str | None = None  # if this other field is sent as 0, every value changes nothing
 
 

@@ -46,7 +46,7 @@ Resize = Annotated[
 ]
 
 NOT_SERVED = ("input_audio", "file", "input_image")  # types of content parts
-# The fields that a message needs besides its role.
+# The fields that a message of each role needs.
 NEEDED = {
     "system": ("content",),
     "developer": ("content",),
@@ -245,7 +245,7 @@ def plain_message(role: str, **fields: Any) -> Message:
 
 
 def reply_message(text: str, reasoning: str, calls: Sequence[ToolCall]) -> Message:
-    """Make an earlier reply. A reply of calls alone has no content."""
+    """Make an earlier reply. A reply that has only calls has no content."""
     fields: dict[str, Any] = {"content": text or (None if calls else "")}
     if reasoning:
         fields["reasoning_content"] = reasoning

@@ -1,8 +1,8 @@
 """Signs the reasoning of replies, to recognise it when a client sends it back.
 
-A signature is no proof: a client may send any reasoning through chat completions. It tells our
-reasoning from that of another provider, which would confuse this model. Reasoning that is hidden
-from the client is packed into its signature, so that it survives a restart of the server.
+A signature proves nothing, because a client may send any reasoning through chat completions. It
+tells our reasoning from that of another provider, which would confuse this model. Reasoning that is
+hidden from the client is packed into its signature, so that it survives a restart of the server.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class NativeRequest(CompletionsBase):
 
     field_table: ClassVar[FieldTable] = NATIVE_FIELDS
 
-    # 0 computes the prompt and generates nothing; -1 and -2 are no limit.
+    # 0 computes the prompt and generates nothing; -1 and -2 mean no limit.
     n_predict: NPredict | None = None
     seed: Annotated[Seed, AfterValidator(_sampled)] | None = Field(None, description="-1: random")
     # The bounds of each item are in `_biases`.

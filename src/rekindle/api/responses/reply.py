@@ -175,7 +175,7 @@ class ResponseReply(Reply):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the response has its last state. Its client may not have been told yet."""
+        """Whether the response has its last state. The client may not have received it yet."""
         return self._has_failed or bool(self._cancelled or self._ended)
 
     @property

@@ -110,7 +110,8 @@ class _Rendering:
         return signed_text("", item.encrypted_content or "", self._budget) or ""
 
     def _summary(self, item: CompactionItem) -> str:
-        """The summary that a model here wrote. Without it, the conversation could not go on."""
+        """The summary that a model of this server wrote. Without it, the conversation could not
+        continue."""
         summary = signed_text("", item.encrypted_content, self._budget)
         if summary is None:
             raise BadRequest(

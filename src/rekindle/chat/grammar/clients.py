@@ -28,7 +28,7 @@ from rekindle.errors import BadRequest, CompileTimeSpent, ReportedError
 from rekindle.lru import ByteLru
 from rekindle.protocol.events import ErrorInfo
 
-OBJECTS_BYTES = 64 << 10  # of a compiled grammar, besides what grows with its text
+OBJECTS_BYTES = 64 << 10  # of a compiled grammar, without the part that grows with its text
 BYTES_PER_CHARACTER = 50  # of a compiled grammar. Measured: 27 for an enum, 100 for Unicode classes
 
 

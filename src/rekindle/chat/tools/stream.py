@@ -61,7 +61,7 @@ def _prefixes(text: str) -> str:
 class StreamReader:
     """Holds text that has arrived and was not taken yet.
 
-    Every method decides by the text alone, never by where it was cut. Parsers built on it are
+    Every method decides only by the text, never by where it was cut. Parsers built on it are
     therefore independent of the cuts, too.
     """
 
@@ -343,7 +343,7 @@ class StreamParser(ReplyParser):
         return self._cut and self._reader.is_at_end
 
     def _may_be_call(self, held: str) -> bool:
-        """Punctuation alone counts as text, except directly after a call."""
+        """Bare punctuation counts as text, except directly after a call."""
         return _has_letter(held) or (self._only_space_since_call and bool(held.strip()))
 
     def _without_partial_marker(self, text: str, markers: MarkerFinder) -> str:

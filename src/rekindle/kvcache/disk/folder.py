@@ -193,7 +193,7 @@ def _open_lock(path: Path) -> int:
 
 
 def model_folders(home: Path) -> list[Path]:
-    """The model folders of this cache. Everything else is left alone."""
+    """The model folders of this cache. Everything else is ignored."""
     return sorted(path for path in home.iterdir() if _is_ours(path))
 
 

@@ -140,7 +140,7 @@ def reconcile(block_files: BlockFiles, opened: OpenIndex) -> Recovery:
 def _agree_wholly(
     rows: Sequence[BlockRow], keys: Set[bytes], sizes: Mapping[bytes, int] | None
 ) -> bool:
-    """Whether nothing needs repair, which is the usual case. Checks millions in seconds."""
+    """Whether nothing needs repair, which is the common case. Checks millions in seconds."""
     if len(rows) != len(keys):
         return False
     seen: set[bytes] = set()

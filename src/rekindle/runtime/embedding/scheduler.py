@@ -15,7 +15,7 @@ from rekindle.protocol.admin import Stats
 from rekindle.protocol.events import Cancelled, Event, Failed, Started
 from rekindle.runtime.embedding.turn import EmbeddingTurn, Input
 
-ENTRY_OVERHEAD_BYTES = 300  # estimated memory of a cache entry, besides its key and its row
+ENTRY_OVERHEAD_BYTES = 300  # estimated memory of a cache entry, without its key and its row
 
 
 class VectorCache:

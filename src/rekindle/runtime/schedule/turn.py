@@ -111,7 +111,7 @@ class Restoration:
 
     @property
     def unread(self) -> tuple[Block, ...]:
-        """Blocks after the last read."""
+        """Planned blocks that no read has requested yet."""
         if not self.fetches:
             return self.rest
         last = next(reversed(self.fetches[-1].blocks))
