@@ -13,18 +13,22 @@ import gguf
 import mlx.core as mx
 import numpy as np
 
-from rekindle.models.bert_gguf import write_gguf
+from rekindle.models.bert_gguf import gguf_tensor
+from rekindle.models.gguf_writer import write_gguf
 from tests.support.gguf_vocabulary import metadata_of
 
 
 def write_gguf_as_float(source: Path, path: Path) -> Path:
     loaded: Any = mx.load(str(source), return_metadata=True)
     fields = {**metadata_of(loaded[1]), "general.file_type": 0}  # everything is F32
-    tensors = {
-        each.name: gguf.dequantize(each.data, each.tensor_type)
-        .astype(np.float32)
-        .reshape([int(size) for size in reversed(each.shape)])
+    tensors = [
+        gguf_tensor(
+            each.name,
+            gguf.dequantize(each.data, each.tensor_type)
+            .astype(np.float32)
+            .reshape([int(size) for size in reversed(each.shape)]),
+        )
         for each in gguf.GGUFReader(source).tensors
-    }
+    ]
     write_gguf(path, fields, tensors)
     return path
