@@ -15,10 +15,13 @@ from rekindle.models.safetensors import tensor_names
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model*.safetensors"
 AGAIN = "Fetch the model again, into an empty folder."
 MAX_JSON_BYTES = 256 << 20  # several times the largest known tokenizer.json
+MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def is_model_folder(path: Path) -> bool:
@@ -78,3 +81,34 @@ def check_folder(folder: Path) -> list[str]:
             f"models. {AGAIN}"
         )
     return names
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """Read the chat template, if any, from the places where transformers looks, in its order."""
+    alone = folder / "chat_template.jinja"
+    if alone.is_file():
+        return _bounded(alone)
+    for name in ("chat_template.json", TOKENIZER_CONFIG):
+        path = folder / name
+        found = _chosen(read_json(path).get("chat_template")) if path.is_file() else None
+        if found is not None:
+            return found
+    return None
+
+
+def _bounded(path: Path) -> str:
+    if path.stat().st_size > MAX_TEMPLATE_BYTES:
+        raise ModelError(f"{path} is larger than any chat template. Pull the model again.")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _chosen(template: Any) -> str | None:
+    if not isinstance(template, list):
+        return template if isinstance(template, str) else None
+    named = {
+        each["name"]: each["template"]
+        for each in template
+        if isinstance(each, dict) and isinstance(each.get("template"), str) and "name" in each
+    }
+    chosen = (named[name] for name in ("default", "tool_use", *named) if name in named)
+    return next(chosen, None)

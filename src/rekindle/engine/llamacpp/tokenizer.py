@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from unicodedata import is_normalized, normalize
 
 from rekindle.engine.llamacpp import bindings
 from rekindle.errors import BadRequest
+from rekindle.models.vocabulary import NORMALIZER_FIELD, SPACE, SPACE_PREFIX_FIELD
 from rekindle.tokens import FimTokens, any_of
 
 NO_TOKEN = -1
@@ -74,6 +76,9 @@ class LlamaTokenizer:
         self.add_bos = bool(library.llama_vocab_get_add_bos(self._vocab)) and bos != NO_TOKEN
         self._has_text = library.llama_vocab_type(self._vocab) != 0  # LLAMA_VOCAB_TYPE_NONE
         self._pieces: dict[tuple[int, bool], bytes] = {}
+        # Steps that llama.cpp does not have. Only files that we have converted name them.
+        self._composes = bindings.metadata(library, model, NORMALIZER_FIELD) == "nfc"
+        self._space_prefix = bindings.metadata(library, model, SPACE_PREFIX_FIELD)
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
@@ -154,7 +159,9 @@ class LlamaTokenizer:
         """Tokenize a text. `add_special` adds the tokens that the model wants around it."""
         if not self._has_text:
             raise BadRequest("this model has no tokenizer; send token ids", param="prompt")
-        if len(text) <= LARGE_CHARACTERS:
+        if self._space_prefix == "first" and not self._special_tokens[special].pattern.match(text):
+            text = _with_space(text)
+        if len(text) <= LARGE_CHARACTERS and not self._changes_parts(text):
             return self._encode(text, special=special, add_special=add_special)
         before, after = self._around if add_special else ([], [])
         ids = list(before)
@@ -163,8 +170,18 @@ class LlamaTokenizer:
                 raise BadRequest(
                     f"the text has more than {MAX_SPECIAL_TOKENS} special tokens: send it in parts"
                 )
-            ids += [part] if isinstance(part, int) else self._encode(part) if part else []
+            ids += [part] if isinstance(part, int) else self._encode(self._changed(part))
         return [*ids, *after]
+
+    def _changes_parts(self, text: str) -> bool:
+        return self._space_prefix == "always" or (
+            self._composes and not text.isascii() and not is_normalized("NFC", text)
+        )
+
+    def _changed(self, part: str) -> str:
+        """Normalise the text between two special tokens as the model's own tokenizer does."""
+        part = normalize("NFC", part) if self._composes else part
+        return _with_space(part) if self._space_prefix == "always" else part
 
     def _encode(self, text: str, *, special: bool = False, add_special: bool = False) -> list[int]:
         raw = text.encode("utf-8", errors="replace")  # a lone surrogate has no UTF-8 form
@@ -204,3 +221,7 @@ class LlamaTokenizer:
             if size >= 0:
                 return buffer.raw[:size]
             room = -size
+
+
+def _with_space(text: str) -> str:
+    return text if not text or text.startswith((" ", SPACE)) else f" {text}"

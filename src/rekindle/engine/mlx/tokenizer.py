@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as NativeTokenizer
 
 from rekindle.errors import BadRequest, ModelError
-from rekindle.models.folder import CONFIG, TOKENIZER, read_json
+from rekindle.models.folder import CONFIG, TOKENIZER, read_chat_template, read_json
 from rekindle.tokens import FimTokens
 
 Spelled = Callable[[str], bytes]  # from the spelling of a token in the vocabulary
@@ -94,38 +94,6 @@ def _unknown(kind: object) -> ModelError:
     )
 
 
-def read_chat_template(folder: Path) -> str | None:
-    """Read the chat template, if any, from the places where transformers looks, in its order."""
-    alone = folder / "chat_template.jinja"
-    if alone.is_file():
-        return _bounded(alone)
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        path = folder / name
-        found = _chosen(read_json(path).get("chat_template")) if path.is_file() else None
-        if found is not None:
-            return found
-    return None
-
-
-def _bounded(path: Path) -> str:
-    if path.stat().st_size > MAX_TEMPLATE_BYTES:
-        raise ModelError(f"{path} is larger than any chat template. Pull the model again.")
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
-def _chosen(template: Any) -> str | None:
-    if not isinstance(template, list):
-        return template if isinstance(template, str) else None
-    named = {
-        each["name"]: each["template"]
-        for each in template
-        if isinstance(each, dict) and isinstance(each.get("template"), str) and "name" in each
-    }
-    chosen = (named[name] for name in ("default", "tool_use", *named) if name in named)
-    return next(chosen, None)
-
-
-MAX_TEMPLATE_BYTES = 1 << 20
 #: Control tokens that always end a turn, as in llama.cpp.
 END_TEXTS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>",
