@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from rekindle.models.bert_gguf import BOOL, Field, Tensor, write_gguf
+from rekindle.models.bert_gguf import Tensor, gguf_tensor
 from rekindle.models.gguf import ARRAY, FIXED_BYTES, MAGIC, STRING, HeaderReader
+from rekindle.models.gguf_writer import BOOL, Field, write_gguf
 
 CONTEXT_TOKENS = 131_072
 RANDOM_VALUES = 1 << 24  # random values for all weights, so that 16 GB take only seconds
@@ -109,7 +110,7 @@ def write_model(shape: ModelShape, vocabulary: Mapping[str, Field], path: Path) 
         start = int(chance.integers(RANDOM_VALUES))
         return values[start : start + int(np.prod(size))].reshape(size)
 
-    tensors = {name: weights(size) for name, size in shapes.items()}
+    tensors = [gguf_tensor(name, weights(size)) for name, size in shapes.items()]
     write_gguf(path, {**shape.metadata(len(tokens)), **vocabulary}, tensors)
 
 
@@ -130,4 +131,4 @@ def find_or_write(name: str, vocabulary: Path, folder: Path) -> Path:
 if __name__ == "__main__":
     if len(sys.argv) != 3:
         raise SystemExit(__doc__)
-    write_gguf(Path(sys.argv[2]), read_vocabulary(Path(sys.argv[1])), {})
+    write_gguf(Path(sys.argv[2]), read_vocabulary(Path(sys.argv[1])), [])

@@ -22,8 +22,12 @@ from rekindle.front import launch
 from rekindle.http import auth
 from rekindle.http.auth import Keys
 from rekindle.protocol.requests import LoadModel
+from tests.support.tiny import write_llama
+from tests.support.tiny_safetensors import write_tiny_folder
 
-COMMANDS = ("serve", "pull", "chat", "run", "ls", "ps", "show", "rm", "bench", "key", "config")
+COMMANDS = (
+    "serve", "pull", "convert", "chat", "run", "ls", "ps", "show", "rm", "bench", "key", "config",
+)  # fmt: skip
 CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
 #: Flags that existing scripts use.
 SERVE_FLAGS = (
@@ -410,3 +414,29 @@ def test_a_missing_plotting_library_is_reported_before_anything_is_measured(
     message = failure(monkeypatch, capsys, "bench", "--png", "bench.png")
     assert "matplotlib" in message
     assert "--html" in message
+
+
+def test_a_folder_is_converted_and_the_path_printed(tmp_path: Path) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    path = Path(shown("convert", str(folder), "--quant", "q8_0").strip().splitlines()[-1])
+    assert path.parent == tmp_path / "models" / "converted"
+    assert path.is_file()
+    output = tmp_path / "own.gguf"
+    assert shown("convert", str(folder), "-o", str(output)).endswith(f"{output}\n")
+    assert output.is_file()
+
+
+def test_what_is_no_folder_is_not_converted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = write_llama(tmp_path / "tiny.gguf")
+    assert "it is ready to serve" in failure(monkeypatch, capsys, "convert", str(file))
+
+
+def test_pull_converts_for_llama_cpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    assert shown("pull", str(folder)).endswith(f"{folder}\n")  # MLX is installed here
+    monkeypatch.setenv("REKINDLE_ENGINE", "llama.cpp")
+    path = Path(shown("pull", str(folder)).strip().splitlines()[-1])
+    assert path.suffix == ".gguf"
+    assert path.is_file()

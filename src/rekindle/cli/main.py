@@ -35,6 +35,7 @@ console = Console(stderr=True)
 
 INTERRUPTED = 128 + 2  # exit status after Ctrl-C, as shells report it
 
+Quant = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 BuildKind = Literal["cuda", "vulkan", "metal", "cpu"]
 ConfigFile = Annotated[
     Path | None,
@@ -78,10 +79,40 @@ def pull(
     """Download a model, verify it and print its path."""
     with QuietImports():
         from rekindle.models.progress import progress_on
+        from rekindle.models.pull import loadable
         from rekindle.models.pull import pull as fetch
 
     settings = load_config({}, file=config)
-    typer.echo(fetch(name, models_dir=settings.models_dir, progress=progress_on(console)))
+    folder, progress = settings.models_dir, progress_on(console)
+    path = fetch(name, models_dir=folder, progress=progress)
+    typer.echo(loadable(path, settings.runtime.engine, models_dir=folder, progress=progress))
+
+
+@app.command()
+def convert(
+    name: Annotated[str, typer.Argument(help="Model folder, or org/repo to pull first")],
+    quant: Annotated[
+        Quant | None,
+        typer.Option(help="Type of the weights", show_default="the folder's own"),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The file", show_default="in the models folder"),
+    ] = None,
+    config: ConfigFile = None,
+) -> None:
+    """Convert a model folder of safetensors to a GGUF file, and print its path."""
+    with QuietImports():
+        from rekindle.models.conversion import convert as write_gguf
+        from rekindle.models.progress import progress_on
+        from rekindle.models.pull import pull as fetch
+
+    folder, progress = load_config({}, file=config).models_dir, progress_on(console)
+    path = fetch(name, models_dir=folder, progress=progress)
+    if not path.is_dir():
+        raise RekindleError(f"{path} is not a model folder of safetensors: it is ready to serve.")
+    converted = write_gguf(path, models_dir=folder, progress=progress, quant=quant, output=output)
+    typer.echo(converted)
 
 
 PulledName = Annotated[str, typer.Argument(help="Name from `rekindle ls`")]

@@ -41,7 +41,7 @@ from rekindle.http.middleware import DRAIN_S, Drain, Server
 from rekindle.http.protocol import HttpProtocol
 from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import progress_bar, progress_on
-from rekindle.models.pull import find_projector, pull
+from rekindle.models.pull import find_projector, loadable, pull
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import KV_TYPES
 from rekindle.worker.client import RuntimeClient
@@ -140,8 +140,11 @@ def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
     """Pull missing model files. Returns what to load, by served name."""
     adapter = str(config.adapter) if config.adapter else None
     loads = {}
+    progress = progress_on(console)
     for served, name in served_names(config).items():
-        path = pull(name, models_dir=config.models_dir, progress=progress_on(console))
+        path = pull(name, models_dir=config.models_dir, progress=progress)
+        engine = config.runtime.engine
+        path = loadable(path, engine, models_dir=config.models_dir, progress=progress)
         projector = _projector(config, name, path, console)
         loads[served] = LoadModel(
             path=str(path),

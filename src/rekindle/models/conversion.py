@@ -6,24 +6,22 @@ free space. The file becomes visible when it is complete.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from rekindle.errors import ModelError
 from rekindle.models.architectures import TEXT_ONLY, ConvertibleModel, read_model
-from rekindle.models.folder import is_model_folder, weight_files
+from rekindle.models.folder import weight_files
 from rekindle.models.gguf import check_gguf
 from rekindle.models.gguf_writer import Field, GgufTensor, file_bytes, write_gguf
+from rekindle.models.local import CONVERTED
 from rekindle.models.progress import Progress, task
 from rekindle.models.vocabulary import vocabulary_fields
 from rekindle.models.weights import (
@@ -36,12 +34,8 @@ from rekindle.models.weights import (
     read_weights,
 )
 from rekindle.models.workspace import publish, require_room, workspace
-from rekindle.protocol.requests import ENGINE_MODULE
-
-Quant = Literal["f32", "f16", "bf16", "q8_0", "q4_0"]
 
 VERSION = 1  # of this converter: a higher one converts again
-CONVERTED = "converted"  # folder inside the models folder
 HASH_LETTERS = 12  # of each of two hashes in the name of a file
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "bf16": 32}  # llama.cpp's
 #: Where the language model is, by who has written the folder.
@@ -54,7 +48,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Conversion:
     """A file that can be written. Everything in the folder was checked."""
 
     quant: str
@@ -65,16 +59,6 @@ class Plan:
     @property
     def size_bytes(self) -> int:
         return file_bytes(self.fields, self.tensors)
-
-
-def loadable(path: Path, engine: str | None, *, models_dir: Path, progress: Progress) -> Path:
-    """Return what the engine loads instead of `path`: the converted file, if MLX is not there to
-    load the folder, or if the user wants llama.cpp."""
-    if not is_model_folder(path) or os.environ.get(ENGINE_MODULE):
-        return path
-    if engine == "llama.cpp" or (engine is None and find_spec("mlx_lm") is None):
-        return convert(path, models_dir=models_dir, progress=progress)
-    return path
 
 
 def convert(
@@ -118,7 +102,7 @@ def convert(
 
 def plan_conversion(
     folder: Path, model: ConvertibleModel, weights: dict[str, StoredTensor], quant: str
-) -> Plan:
+) -> Conversion:
     """Check everything, and describe the file; raises ModelError. Reads no weights."""
     found = _canonical(weights, model)
     shapes = model.shapes(found)
@@ -132,7 +116,7 @@ def plan_conversion(
         **model.fields,
         **vocabulary_fields(folder, model.sizes["vocabulary"], name),
     }
-    return Plan(quant, fields, tensors, TEXT_ONLY if model.architecture.text_of else "")
+    return Conversion(quant, fields, tensors, TEXT_ONLY if model.architecture.text_of else "")
 
 
 def _canonical(
@@ -269,7 +253,7 @@ def _removed(part: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-def _write(plan: Plan, name: str, part: Path, progress: Progress) -> None:
+def _write(plan: Conversion, name: str, part: Path, progress: Progress) -> None:
     size_bytes = plan.size_bytes
     require_room(part.parent, size_bytes)
     title = f"Converting {name} to GGUF ({plan.quant.upper()})"

@@ -21,6 +21,8 @@ from rekindle.models.gguf_files import (
     whole_models,
 )
 
+CONVERTED = "converted"  # the folder of converted models, inside the models folder
+
 
 @dataclass(frozen=True, slots=True)
 class PulledModel:
@@ -43,7 +45,12 @@ class PulledModel:
 def pulled_models(models_dir: Path) -> list[PulledModel]:
     """Return the complete models in this folder, by name."""
     folders = sorted(path for path in models_dir.glob("hub/*/*") if path.is_dir())
-    found = chain(_packaged(models_dir), *(_in_repo(folder) for folder in folders))
+    converted = sorted((models_dir / CONVERTED).glob("*.gguf"))
+    found = chain(
+        _packaged(models_dir),
+        *(_in_repo(folder) for folder in folders),
+        (PulledModel(str(path), path, (path,)) for path in converted),
+    )
     return sorted(found, key=lambda model: model.name)
 
 

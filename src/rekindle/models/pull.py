@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 from rekindle.errors import ModelError
 from rekindle.models import package
 from rekindle.models.catalogue import CATALOGUE, HubModel, PackagedModel, locate
-from rekindle.models.folder import check_folder
+from rekindle.models.folder import check_folder, is_model_folder
 from rekindle.models.gguf import check_gguf
 from rekindle.models.gguf_files import (
     best_projector,
@@ -20,6 +21,8 @@ from rekindle.models.gguf_files import (
 from rekindle.models.progress import Progress
 from rekindle.models.workspace import publish, workspace
 from rekindle.protocol.requests import ENGINE_MODULE
+
+LLAMA, MLX_PACKAGE = "llama.cpp", "mlx_lm"
 
 
 def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
@@ -33,6 +36,17 @@ def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
         ) from error
     _check_whole(path)
     return path
+
+
+def loadable(path: Path, engine: str | None, *, models_dir: Path, progress: Progress) -> Path:
+    """Return what the engine loads in place of a pulled model: a folder is converted to GGUF if
+    llama.cpp is wanted, or if MLX is not installed. Raises ModelError."""
+    converts = engine == LLAMA or (engine is None and find_spec(MLX_PACKAGE) is None)
+    if not converts or not is_model_folder(path) or os.environ.get(ENGINE_MODULE):
+        return path
+    from rekindle.models.conversion import convert  # slow to import, because it needs NumPy
+
+    return convert(path, models_dir=models_dir, progress=progress)
 
 
 def _bring(name: str, models_dir: Path, progress: Progress) -> Path:

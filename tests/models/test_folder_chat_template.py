@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rekindle.engine.mlx.tokenizer import MAX_TEMPLATE_BYTES, read_chat_template
 from rekindle.errors import ModelError
+from rekindle.models.folder import MAX_TEMPLATE_BYTES, read_chat_template
 
 
 def write(folder: Path, name: str, template: Any) -> None:
