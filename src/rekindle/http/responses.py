@@ -21,6 +21,9 @@ log = logging.getLogger("rekindle.api")
 
 T = TypeVar("T")
 
+# Longest silence of a stream. Proxies and clients cut off connections without traffic, some after
+# five seconds, and a long prefill takes minutes.
+KEEP_ALIVE_S = 3.0
 ERROR_HEADERS = {401: {"www-authenticate": "Bearer"}, 408: {"connection": "close"}}
 SSE_DONE = b"data: [DONE]\n\n"
 ERROR_FORMAT = "rekindle.error_format"  # key in the request's scope of what chooses the format

@@ -9,15 +9,26 @@ import logging
 import weakref
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from rekindle.api.base.reply import PrefillLog, Turns
+from rekindle.api.base.reply import PrefillLog, Reply, Turns
 from rekindle.errors import ReportedError
 from rekindle.protocol.events import Delta, Event, Prefill, Started
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
 from tests.api.live import live
-from tests.api.scripted import Front, ScriptedRuntime, Step, delta, failed, finished, reply
+from tests.api.scripted import (
+    HELLO,
+    Front,
+    Pause,
+    ScriptedRuntime,
+    Step,
+    delta,
+    failed,
+    finished,
+    reply,
+)
 
 SCRIPT: list[Step] = [
     Started(0, 2048, 0),
@@ -53,6 +64,34 @@ def test_a_runtime_is_asked_for_progress_when_a_stream_will_tell_it(
 def test_progress_is_sent_only_on_request() -> None:
     assert "prefill" not in "".join(streamed())
     assert "prefill" not in Front(ScriptedRuntime(SCRIPT)).chat().text
+
+
+STREAMS = [
+    ("/v1/chat/completions", {"messages": HELLO["messages"]}, ": waiting"),
+    ("/v1/completions", {"prompt": "hello"}, ": waiting"),
+    ("/completion", {"prompt": "hello"}, ": waiting"),
+    ("/v1/messages", {"messages": HELLO["messages"], "max_tokens": 9}, "event: ping"),
+    ("/v1/responses", {"input": "hello"}, "event: response.in_progress"),
+    ("/api/chat", {"model": "tiny", "messages": HELLO["messages"]}, '"content":""'),
+    ("/api/generate", {"model": "tiny", "prompt": "hello"}, '"response":""'),
+]
+
+
+@pytest.mark.parametrize("begun", [[], [Started(0, 10, 0)]], ids=["queued", "reading"])
+@pytest.mark.parametrize(("path", "body", "sign"), STREAMS)
+def test_a_stream_that_waits_sends_its_headers_and_signs_of_life(
+    path: str, body: dict[str, Any], sign: str, begun: list[Step], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise proxies and clients would give up during a long prefill or in the queue."""
+    monkeypatch.setattr(Reply, "keep_alive_s", 0.01)
+    with (
+        live(Front(ScriptedRuntime([*begun, Pause()]))) as server,
+        server.client() as client,
+        client.stream("POST", path, json={**body, "stream": True}) as response,
+    ):
+        assert response.status_code == httpx.codes.OK
+        signs = (line for line in response.iter_lines() if sign in line)
+        assert [next(signs) for _ in range(3)]
 
 
 def test_openais_client_passes_over_comments() -> None:

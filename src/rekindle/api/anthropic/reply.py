@@ -116,8 +116,6 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 class MessageReply(Reply):
-    keep_alive_s = 10.0  # clients warn their users after 20 seconds of silence
-
     def __init__(
         self,
         http: Request,

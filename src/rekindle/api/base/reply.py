@@ -26,10 +26,12 @@ from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.http.logs import current_id
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import (
+    KEEP_ALIVE_S,
     EventStream,
     JsonResponse,
     SignOfLife,
     error_format,
+    sse_comment,
     while_connected,
 )
 from rekindle.protocol.events import (
@@ -171,7 +173,7 @@ class Turns:
             events.append((index, event))
         return [] if self.is_abandoned else events
 
-    async def first_events(self, timeout_s: float | None = None) -> list[tuple[int, Event]]:
+    async def first_events(self, timeout_s: float) -> list[tuple[int, Event]]:
         """Wait for the first event that the client gets. Until then a failure can set the status.
 
         Returns nothing after `timeout_s`, so that a queued turn does not keep its client waiting.
@@ -232,7 +234,7 @@ class Reply(ABC):
     """The answer to one HTTP request, which runs one or several turns."""
 
     stream_class: type[EventStream] = EventStream
-    keep_alive_s: float | None = None  # silence after which a stream sends `keep_alive`
+    keep_alive_s = KEEP_ALIVE_S  # silence after which a stream begins, or sends `keep_alive`
 
     def __init__(
         self,
@@ -275,7 +277,8 @@ class Reply(ABC):
         return b""
 
     def keep_alive(self) -> bytes:
-        return b""
+        """What a stream sends while there is nothing else to send."""
+        return sse_comment("waiting")
 
     def error_event(self, error: ServerError) -> bytes:
         """How an error ends a stream after its first byte."""
@@ -330,11 +333,9 @@ class Reply(ABC):
             if not self.is_streamed_error(error):
                 raise
             chunks = self._refusal(error)
-        keep_alive = None
-        if self.keep_alive_s is not None:
-            keep_alive = SignOfLife(self.keep_alive_s, self.keep_alive)
+        sign_of_life = SignOfLife(self.keep_alive_s, self.keep_alive)
         self._stream = self.stream_class(
-            chunks, self.close, self._headers, self.error_event, keep_alive
+            chunks, self.close, self._headers, self.error_event, sign_of_life
         )
         return self._stream
 

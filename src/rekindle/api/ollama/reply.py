@@ -127,6 +127,9 @@ class OllamaReply(Reply):
         last = {**self.message(), **await self._end()}
         return b"".join(self._line(fields) for fields in [*self._whole_calls(), last])
 
+    def keep_alive(self) -> bytes:
+        return self._line(self.message())
+
     def _fields(self, part: Part) -> list[dict[str, Any]]:
         match part:
             case TextDelta(text, logprobs):

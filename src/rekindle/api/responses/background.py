@@ -9,11 +9,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from rekindle.http.responses import EventStream, SignOfLife, sse_comment, sse_event
+from rekindle.http.responses import KEEP_ALIVE_S, EventStream, SignOfLife, sse_comment, sse_event
 
 BACKGROUND = "background_responses"  # key in the application's state
 MAX_ENDED_BYTES = 16 << 20  # of the events of responses that have ended
-SILENCE_S = 10.0  # after which a stream sends a comment
 ENDED = ("completed", "incomplete", "failed", "cancelled")  # statuses
 Key = tuple[bytes, str]  # tenant and id of the response
 
@@ -92,7 +91,7 @@ def stream_of(
     events: AsyncGenerator[bytes, None], headers: Mapping[str, str] | None = None
 ) -> Response:
     """A stream that ends without any effect on the response when its client leaves."""
-    ping = SignOfLife(SILENCE_S, lambda: sse_comment("ping"))
+    ping = SignOfLife(KEEP_ALIVE_S, lambda: sse_comment("ping"))
     return EventStream(events, lambda: None, headers, sign_of_life=ping)
 
 

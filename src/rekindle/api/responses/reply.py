@@ -68,8 +68,6 @@ OPEN_RESPONSES = "open_responses"  # key in the application's state
 class ResponseReply(Reply):
     """The answer to one HTTP request. Another request may cancel it while it is computed."""
 
-    keep_alive_s = 10.0
-
     def __init__(
         self,
         http: Request,
