@@ -66,6 +66,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "gpu_layers": ("0", 0),
     "models_dir": ("/models", Path("/models")),
     "cors_origin": ("https://a.example,*", ("https://a.example", "*")),
+    "allowed_host": ("Models.example, proxy", ("models.example", "proxy")),
     "media_allow": ("10.0.0.0/8, cdn.example", ("10.0.0.0/8", "cdn.example")),
     "media_folder": ("/a, /b", (Path("/a"), Path("/b"))),
     "log_level": ("debug", "debug"),
@@ -496,6 +497,12 @@ def test_keys_stay_in_the_front() -> None:
 def test_an_origin_is_written_as_browsers_send_it(origin: str) -> None:
     sentence = refusal(flags={"cors_origin": [origin]})
     assert sentence.startswith("`--cors-origin`: takes * or an origin such as ")
+
+
+@pytest.mark.parametrize("name", ["https://a.example", "a.example:8080", "*.example", "a b", "-a"])
+def test_an_allowed_host_is_a_plain_name(name: str) -> None:
+    sentence = refusal(flags={"allowed_host": [name]})
+    assert sentence.startswith("`--allowed-host`: takes a name without scheme and port")
 
 
 def test_a_config_knows_which_settings_were_given(tmp_path: Path) -> None:

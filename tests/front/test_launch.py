@@ -48,6 +48,14 @@ def test_a_server_may_open_as_many_files_as_the_hard_limit_allows() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_a_proxy_in_front_of_an_open_server_needs_a_decision() -> None:
+    """Whoever reaches the proxy reaches the server."""
+    with pytest.raises(ConfigError, match="--api-key"):
+        launch.check_settings(Config(allowed_host=("models.example",)))
+    launch.check_settings(Config(allowed_host=("models.example",), api_key=("secret",)))
+    launch.check_settings(Config(allowed_host=("models.example",), no_auth=True))
+
+
 def projector(model: Path, **settings: Any) -> Path | None:
     found = fetched(model, **settings).mmproj
     return Path(found) if found else None

@@ -166,6 +166,19 @@ def test_a_local_server_rejects_other_host_names(host: str) -> None:
         assert error(answer)["message"].startswith("Host ")
 
 
+def test_a_local_server_answers_to_the_names_that_a_proxy_forwards() -> None:
+    front = Front(allowed_host=["models.example"], api_key=["secret"])
+    for host, status in (
+        ("models.example", 200),
+        ("Models.Example:443", 200),
+        ("localhost", 200),
+        ("evil.example", 421),
+        ("models.example.evil.example", 421),
+    ):
+        answer = front.get("/v1/models", headers={"Host": host, **KEY})
+        assert answer.status_code == status, host
+
+
 def test_a_public_server_answers_to_any_host_name() -> None:
     front = Front(host="0.0.0.0", api_key=["secret"])
     answer = front.get("/v1/models", headers={"Host": "models.example", **KEY})

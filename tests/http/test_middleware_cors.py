@@ -88,6 +88,13 @@ def test_pages_of_other_origins_may_not_call(origin: str) -> None:
     assert allowed(answer) is allowed(refused) is None
 
 
+def test_pages_of_the_names_that_a_proxy_forwards_may_call() -> None:
+    front = Front(allowed_host=["models.example"], no_auth=True)
+    for origin in ("https://models.example", "http://models.example:8080", "http://localhost"):
+        assert allowed(preflight(front, origin)) == origin
+    assert allowed(preflight(front, "https://other.example")) is None
+
+
 def test_a_star_allows_all_origins() -> None:
     front = Front(cors_origin=["*"])
     for origin in (PAGE, "null", "https://other.example"):

@@ -57,7 +57,8 @@ ERRORS = {
     ),
     "wrong_host": (
         "The Host header names another server. This protects a local server from web pages.",
-        "Ask for `localhost` or `127.0.0.1`, or use a proxy that sets the Host header.",
+        "Ask for `localhost` or `127.0.0.1`. Behind a proxy, start the server with "
+        "`--allowed-host NAME`.",
     ),
     "invalid_api_key": ("The API key is missing or wrong.", "Send a key that the server accepts."),
     "admin_key_required": ("The operation needs an admin key.", "Send an admin key."),

@@ -35,6 +35,7 @@ EXAMPLES = {
     "seed": "42",
     "api_keys_file": "keys.txt",
     "cors_origin": "https://chat.example.org",
+    "allowed_host": "models.example.org",
     "media_allow": "10.0.0.0/8",
     "media_folder": "/data/images",
     "max_tokens": "2000",

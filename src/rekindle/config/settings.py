@@ -25,6 +25,7 @@ from rekindle.protocol.settings import (
 )
 
 _STRICT = ConfigDict(extra="forbid", protected_namespaces=(), allow_inf_nan=False)
+_SERVER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _ORIGIN = re.compile(r"null|[a-z][a-z0-9+.-]*://[^\s/?#@A-Z]+")
 
 
@@ -33,6 +34,13 @@ def _check_origin(origin: str) -> str:
     if origin != "*" and not _ORIGIN.fullmatch(origin):
         raise ValueError("takes * or an origin such as https://example.org or http://10.0.0.7:3000")
     return origin
+
+
+def _check_server_name(name: str) -> str:
+    """Refuse a name with a scheme, a port or a pattern, because it would never match."""
+    if not _SERVER_NAME.fullmatch(name):
+        raise ValueError("takes a name without scheme and port, such as models.example.org")
+    return name.lower()
 
 
 def _check_host(host: str) -> str:
@@ -53,6 +61,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 Names = Annotated[tuple[Name, ...], BeforeValidator(split_commas)]
 Origin = Annotated[Name, AfterValidator(_check_origin)]
 Origins = Annotated[tuple[Origin, ...], BeforeValidator(split_commas)]
+ServerName = Annotated[Name, AfterValidator(_check_server_name)]
+ServerNames = Annotated[tuple[ServerName, ...], BeforeValidator(split_commas)]
 Host = Annotated[Name, AfterValidator(_check_host)]
 Hosts = Annotated[tuple[Host, ...], BeforeValidator(split_commas)]
 Folders = Annotated[tuple[Path, ...], BeforeValidator(split_commas)]
@@ -114,6 +124,10 @@ class Config(RuntimeSettings):
     cors_origin: Annotated[
         Origins,
         _access("Allow web pages of this origin, or * for all; repeatable", "loopback origins"),
+    ] = ()
+    allowed_host: Annotated[
+        ServerNames,
+        _access("Accept requests that a proxy forwards for this Host; repeatable", "loopback"),
     ] = ()
     media_allow: Annotated[
         Hosts, _access("Allow images from this host or network; repeatable", "public addresses")

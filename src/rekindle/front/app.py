@@ -113,6 +113,7 @@ def build_app(
         keys or api_keys(config),
         config.host,
         drain=drain,
+        names=config.allowed_host,
         origins=config.cors_origin,
         versioned=_versioned(),
         error_format=_error_format,

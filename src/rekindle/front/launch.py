@@ -71,11 +71,8 @@ def serve(config: Config, console: Console) -> None:
 def check_settings(config: Config) -> None:
     """Reject settings that contradict each other, before opening or fetching anything."""
     keyed = bool(config.api_key or config.admin_key or config.api_keys_file)
-    if config.host not in LOOPBACK and not keyed and not config.no_auth:
-        raise ConfigError(
-            f"listening on {config.host} without an API key would let anybody on the network in: "
-            "give --api-key KEY, or --no-auth to allow everybody"
-        )
+    if not keyed and not config.no_auth:
+        _check_reach(config)
     if config.mmproj is not None and len(config.model) > 1:
         raise ConfigError(
             "`--mmproj` is the projector of one model: give one --model, or put each projector "
@@ -102,6 +99,20 @@ def check_settings(config: Config) -> None:
                 f"project {name} would belong to nobody, because each API key has its own cache: "
                 "say `shared: true` in the project to prepare it for all of them"
             )
+
+
+def _check_reach(config: Config) -> None:
+    """Reject an open server that others than the users of this machine can reach."""
+    if config.host not in LOOPBACK:
+        raise ConfigError(
+            f"listening on {config.host} without an API key would let anybody on the network in: "
+            "give --api-key KEY, or --no-auth to allow everybody"
+        )
+    if config.allowed_host:
+        raise ConfigError(
+            f"`--allowed-host {config.allowed_host[0]}` without an API key would let in anybody "
+            "whom the proxy lets in: give --api-key KEY, or --no-auth if the proxy asks for keys"
+        )
 
 
 def raise_file_limit() -> None:

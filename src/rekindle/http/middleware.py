@@ -121,6 +121,7 @@ def received_s(request: Request) -> float:
 class RequestMiddleware:
     """Pure ASGI, so that streams pass without buffering.
 
+    `names` are those of the server besides loopback names, for a proxy on the same machine.
     `versioned` holds the first words of paths that are served under /v1 and also without it.
     `error_format` chooses the dialect of errors by path and headers.
     """
@@ -132,6 +133,7 @@ class RequestMiddleware:
         host: str,
         *,
         drain: Drain | None = None,
+        names: Iterable[str] = (),
         origins: Iterable[str] = (),
         versioned: Container[str] = (),
         error_format: Callable[[str, Headers], ErrorFormat] = lambda _path, _headers: OPENAI_ERRORS,
@@ -139,7 +141,8 @@ class RequestMiddleware:
         self._app = app
         self._keys = keys
         self._is_local = host in LOOPBACK
-        self._cors = Cors(origins, loopback=self._is_local)
+        self._names = LOOPBACK | set(names)
+        self._cors = Cors(origins, self._names if self._is_local else ())
         self._drain = drain or Drain()
         self._versioned = versioned
         self._error_format = error_format
@@ -234,10 +237,11 @@ class RequestMiddleware:
         # DNS rebinding: a web page can resolve its own name to our loopback address. Its requests
         # then have that name as their Host.
         host = _hostname(headers.get("host", ""))
-        if self._is_local and host not in LOOPBACK:
+        if self._is_local and host not in self._names:
             raise WrongHost(
                 f'Host "{host[:128]}" is not allowed. Use localhost, or start the server with '
-                "--host and an API key to make it reachable under other names."
+                "--allowed-host if a proxy forwards this name, or with --host and an API key to "
+                "make the server reachable from other machines."
             )
 
     def _identify(self, scope: Scope, headers: Headers) -> Caller:
@@ -303,12 +307,12 @@ async def _received(receive: Receive) -> Message:
 class Cors:
     """Decides which web pages may call the server from a browser.
 
-    Pages of the listed origins may, and pages of this machine if the server is local (`loopback`).
+    Pages of the listed origins may, and pages of the server's own names if the server is local.
     """
 
-    def __init__(self, origins: Iterable[str], *, loopback: bool) -> None:
+    def __init__(self, origins: Iterable[str], own_names: Container[str]) -> None:
         self._origins = frozenset(origins)
-        self._loopback = loopback
+        self._own_names = own_names
 
     def headers(self, origin: str | None) -> dict[str, str]:
         """Return the headers for a response to a page of this origin. None: not a page."""
@@ -344,7 +348,7 @@ class Cors:
 
     def _allows(self, origin: str) -> bool:
         is_listed = not self._origins.isdisjoint(("*", origin))
-        return is_listed or (self._loopback and _is_local_origin(origin))
+        return is_listed or _has_name(origin, self._own_names)
 
 
 def _refusal(origin: str) -> str:
@@ -352,11 +356,11 @@ def _refusal(origin: str) -> str:
     return f'Origin "{origin}" is not allowed. Start the server with --cors-origin {origin}.'
 
 
-def _is_local_origin(origin: str) -> bool:
+def _has_name(origin: str, names: Container[str]) -> bool:
     try:
         parts = urlsplit(origin)
         hostname = parts.hostname
     except ValueError:
         return False
     exact = f"{parts.scheme}://{parts.netloc}" == origin and "@" not in origin
-    return exact and parts.scheme in ("http", "https") and hostname in LOOPBACK
+    return exact and parts.scheme in ("http", "https") and hostname in names
