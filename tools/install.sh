@@ -62,7 +62,8 @@ find_python() {
     python=$any_supported
   else
     fail "Rekindle needs Python 3.11, 3.12 or 3.13, but ${PYTHON:-python3} is $version." \
-      "Install one of them, or name it: make install PYTHON=/path/to/python3.12." \
+      "Install one of them, or uv, which downloads one." \
+      "If you have one elsewhere, name it: make install PYTHON=/path/to/python3.12." \
       "Nothing was changed."
   fi
 }

@@ -188,7 +188,7 @@ def unreachable(_body: dict[str, Any]) -> httpx.Response:
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (unreachable, "start one with `rekindle serve`"),
+        (unreachable, "Start one with `rekindle serve`"),
         (lambda _: httpx.Response(400, json={"error": {"message": "too hot"}}), "too hot"),
         (lambda _: httpx.Response(502, text="<html>"), "the server answered 502"),
         (lambda _: httpx.Response(500, json=["?"]), "the server answered 500"),

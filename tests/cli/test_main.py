@@ -317,7 +317,15 @@ def test_a_used_port_is_reported_before_anything_slow(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         message = failure(monkeypatch, capsys, "serve", "--port", port)
-    assert f"cannot listen on 127.0.0.1 port {port}" in message
+    assert f"cannot listen on 127.0.0.1 port {port}: another program uses it" in message
+    assert "choose another --port" in message
+
+
+def test_an_address_of_another_machine_is_reported_with_the_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = failure(monkeypatch, capsys, "serve", "--host", "192.0.2.1", "--no-auth")
+    assert "Choose another --host or --port" in message
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,12 @@ def test_ls_names_the_pulled_models_and_what_to_do_without_any(models_dir: Path)
     assert line.startswith("qwen3:4b ")
 
 
+def test_a_pipe_gets_whole_lines(models_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    path = put(models_dir)
+    assert str(path) in shown("show", "qwen3:4b")
+
+
 def test_the_catalogue_lists_every_family_with_its_sizes() -> None:
     listed = shown("ls", "--catalogue")
     for name, family in FAMILIES.items():
@@ -116,7 +122,7 @@ def test_ps_lists_what_a_server_has_loaded() -> None:
 
 def test_ps_says_that_no_server_runs() -> None:
     def refuse(_request: httpx.Request) -> httpx.Response:
-        raise httpx.ConnectError("refused")
+        raise httpx.ConnectError("[Errno 111] Connection refused")
 
-    with pytest.raises(RekindleError, match="no server answers"):
+    with pytest.raises(RekindleError, match=r"no server answers at .* \(Connection refused\)"):
         running_models("http://here:1/v1", None, httpx.MockTransport(refuse))

@@ -78,6 +78,18 @@ def test_a_report_that_cannot_be_written_is_an_error_before_anything_runs(tmp_pa
         selftest.selftest(Config(), "smollm2", tmp_path / "none" / "report.json", Console())
 
 
+def test_an_interrupted_run_leaves_no_empty_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_self: SelfTest) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SelfTest, "run", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        selftest.selftest(Config(), "smollm2", tmp_path / "report.json", Console())
+    assert not (tmp_path / "report.json").exists()
+
+
 def answer(text: str, *, reused: int = 100, reason: str = "full_match") -> Json:
     return {
         "choices": [{"message": {"content": text}, "logprobs": {"content": [text]}}],

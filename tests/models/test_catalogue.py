@@ -129,6 +129,12 @@ def test_an_unknown_size_is_answered_with_those_of_the_family(name: str) -> None
         locate(name, MODELS)
 
 
+def test_an_unknown_name_is_answered_with_similar_ones_and_the_command_that_lists_all() -> None:
+    with pytest.raises(ModelError, match=r"mean smollm2 or .* `rekindle ls --catalogue`") as error:
+        locate("smolllm2", MODELS)
+    assert "gemma3" not in str(error.value)
+
+
 def test_a_file_or_folder_wins_over_a_short_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +168,7 @@ def test_a_misspelt_name_suggests_the_right_one(name: str) -> None:
 def test_an_unknown_name_is_answered_with_the_accepted_forms(name: str) -> None:
     with pytest.raises(
         ModelError,
-        match=r"catalogue name \(smollm2, smollm2-shapes, minilm, qwen3, .*\.gguf file.*org/repo",
+        match=r"`rekindle ls --catalogue` lists, .*\.gguf file.*org/repo",
     ):
         locate(name, MODELS)
 

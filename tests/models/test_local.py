@@ -96,7 +96,7 @@ def test_a_projector_stays_as_long_as_another_model_needs_it(full: Path) -> None
 
 @pytest.mark.parametrize("name", ["minilm", "qwen3", "org/none", "qwen3:4b-q2_k"])
 def test_a_model_that_was_not_pulled_is_named(full: Path, name: str) -> None:
-    with pytest.raises(ModelError, match=rf"{name} is not on this machine"):
+    with pytest.raises(ModelError, match=rf"{name} is not .* `rekindle pull {name}`"):
         find_pulled_model(name, full)
 
 

@@ -78,7 +78,7 @@ def server_command(name: str | None = None) -> Callable[[Callable[..., Result]],
             if as_json:
                 typer.echo(json.dumps(answer, indent=2))
             else:
-                Console().print(views.plain(view) if isinstance(view, str) else view)
+                views.show(views.plain(view) if isinstance(view, str) else view)
 
         _client, *own = inspect.signature(command, eval_str=True).parameters.values()
         *options, _arguments = inspect.signature(run, eval_str=True).parameters.values()
@@ -156,7 +156,7 @@ def export(
         tokens = client.export(client.path(key), file)
     except OSError as error:
         raise RekindleError(f"cannot write {file}: {error.strerror}") from None
-    Console().print(views.plain(f"{file} holds the state of {tokens} tokens"))
+    views.show(views.plain(f"{file} contains the state of {tokens} tokens"))
 
 
 @server_command("import")
@@ -189,7 +189,7 @@ def import_state(
             "the ids with --tokens, or the text with --prompt"
         )
     answer = client.import_state(content.parts(), session_id=key, model=model)
-    return answer, f"{answer['cache_key']} holds the state of {answer['token_count']} tokens"
+    return answer, f"{answer['cache_key']} now has the state of {answer['token_count']} tokens"
 
 
 @server_command("gc")
@@ -244,7 +244,7 @@ def check(
             reports = verify(folder, repair=repair, secret=secret, progress=on_progress)
     except OSError as error:
         raise RekindleError(f"cannot check {folder}: {error.strerror}") from None
-    Console().print(_findings(folder, reports, repaired=repair))
+    views.show(_findings(folder, reports, repaired=repair))
     raise typer.Exit(_exit_status(reports))
 
 
@@ -256,14 +256,15 @@ def _exit_status(reports: Sequence[FolderReport]) -> int:
 
 
 def _findings(folder: Path, reports: Sequence[FolderReport], *, repaired: bool) -> RenderableType:
-    lines = [views.plain(f"{folder}: state of {len(reports)} models")]
+    models = "1 model" if len(reports) == 1 else f"{len(reports)} models"
+    lines = [views.plain(f"{folder}: state of {models}")]
     for report in reports:
         if report.in_use:
             result, style = IN_USE, "yellow"
         elif report.is_sealed:
             result, style = SEALED, "yellow"
         else:
-            found = f"{len(report.findings)} findings" if report.findings else "no damage"
+            found = f"damage found: {len(report.findings)}" if report.findings else "no damage"
             style = "red" if report.findings else "green"
             unused = f", {report.unreached} of them in no entry" if report.unreached else ""
             result = f"{report.blocks} good blocks{unused}, {found}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from rekindle.errors import RekindleError
 SUFFIX = ".safetensors"
 TOKENS = "0.rekindle_tokens"  # key in the file's metadata; mlx_lm gives its metadata the prefix 0
 MAX_HEADER_BYTES = 32 << 20
+ERRNO = re.compile(r"^\[Errno -?\d+\] ")  # how the messages of OSErrors begin
 
 #: Kinds of names that the server accepts in place of a key.
 NAME_KINDS = ("project", "message_id", "session_id", "kv_cache_session_id")
@@ -41,8 +43,8 @@ def connect(
             yield client
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise RekindleError(
-            f"no server answers at {base_url} ({error}): start one with "
-            "`rekindle serve`, or give its URL with --base-url"
+            f"no server answers at {base_url} ({ERRNO.sub('', str(error))}). Start one with "
+            "`rekindle serve`, or give the URL of a running one with --base-url."
         ) from None
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, OverflowMethod, RenderableType
+from rich.console import Console, Group, OverflowMethod, RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +16,8 @@ from rich.text import Text
 SHORT_KEY = 12  # characters; this much of a key is nearly always unique
 STATUS_COLOURS = {"hit": "green", "partial_hit": "yellow", "miss": "red"}
 UNITS = (("day", 86400), ("h", 3600), ("min", 60), ("s", 1))
+
+UNWRAPPED = 10_000  # columns
 
 #: Columns whose text is shortened in a narrow terminal.
 MAY_SHRINK = ("model", "names", "last message")
@@ -112,6 +116,12 @@ def explanation(result: Json) -> RenderableType:
         lines.append(Text("  stored: ").append(plain(_one_line(at["stored"]), "red")))
         lines.append(Text("  sent:   ").append(plain(_one_line(at["sent"]), "green")))
     return Group(*lines)
+
+
+def show(view: RenderableType) -> None:
+    """Print to the terminal. In a pipe, nothing is wrapped, so that other programs can read it."""
+    piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    Console(width=UNWRAPPED if piped else None).print(view)
 
 
 def plain(text: str, style: str = "") -> Text:

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from rekindle.cli import cache as cache_cli
 from rekindle.cli.cache import LOCAL_SERVER, SETTINGS_PLACES, ApiKey, AsJson, BaseUrl
+from rekindle.cli.cache_views import show
 from rekindle.cli.flags import takes_settings
 from rekindle.cli.interrupts import QuietImports
 from rekindle.config import load_config
@@ -186,7 +187,7 @@ def list_models(
 
     models_dir = load_config({}, file=config).models_dir
     table = catalogue_table() if catalogue else models_table(pulled_models(models_dir))
-    Console().print(table)
+    show(table)
 
 
 @app.command("ps")
@@ -194,7 +195,7 @@ def list_running(base_url: BaseUrl = LOCAL_SERVER, api_key: ApiKey = None) -> No
     """List the models that a server has loaded."""
     from rekindle.cli.models import running_models, running_table
 
-    Console().print(running_table(running_models(base_url, api_key)))
+    show(running_table(running_models(base_url, api_key)))
 
 
 @app.command("show")
@@ -204,7 +205,7 @@ def show_model(name: PulledName, config: ConfigFile = None) -> None:
     from rekindle.models.local import find_pulled_model
 
     models_dir = load_config({}, file=config).models_dir
-    Console().print(model_table(find_pulled_model(name, models_dir)))
+    show(model_table(find_pulled_model(name, models_dir)))
 
 
 @app.command("rm")
@@ -336,7 +337,7 @@ def show_config(
     if as_json:
         typer.echo(json.dumps(values_in_force(settings), indent=2))
     else:
-        Console().print(settings_table(settings, only_given=given))
+        show(settings_table(settings, only_given=given))
 
 
 def respelled(arguments: Sequence[str]) -> list[str]:

@@ -102,8 +102,11 @@ def selftest(config: Config, name: str, output: Path, console: Console) -> bool:
 
 
 def _require_writable(output: Path) -> None:
+    is_new = not output.exists()
     try:
         output.touch()
+        if is_new:
+            output.unlink()
     except OSError as error:
         raise ConfigError(
             f"the report cannot be written to {output} ({error.strerror}): give another --output"

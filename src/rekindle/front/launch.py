@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import threading
@@ -140,10 +141,13 @@ def bind(config: Config, port: int) -> socket.socket:
         listener.bind((config.host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host} port {port}: {error.strerror}; "
-            "choose others with --host and --port (--ollama-port)"
-        ) from None
+        flag = "--ollama-port" if port == config.ollama_port else "--port"
+        where = f"cannot listen on {config.host} port {port}"
+        if error.errno == errno.EADDRINUSE:
+            problem = f"another program uses it. Stop that program, or choose another {flag}"
+        else:
+            problem = f"{error.strerror}. Choose another --host or {flag}"
+        raise ConfigError(f"{where}: {problem}") from None
     return listener
 
 

@@ -111,8 +111,8 @@ HUB_ID = re.compile(
     re.ASCII,
 )
 ACCEPTED = (
-    f"a catalogue name ({', '.join((*CATALOGUE, *FAMILIES))}), the path of a .gguf file or of a "
-    "model folder, or a hub id (org/repo, org/repo:Q4_K_M or org/repo:file.gguf)"
+    "a name that `rekindle ls --catalogue` lists, the path of a .gguf file or of a model folder, "
+    "or a hub id (org/repo, org/repo:Q4_K_M or org/repo:file.gguf)"
 )
 
 
@@ -191,5 +191,5 @@ def _unknown_name(name: str) -> str:
             f"follow, as in {family_name}:{family.default}-q8_0."
         )
     close = get_close_matches(name.lower(), (*CATALOGUE, *FAMILIES), n=3, cutoff=0.6)
-    hint = f" Did you mean {' or '.join(close)}?" if close else ""
-    return f"No model is called {name!r}.{hint} Give {ACCEPTED}."
+    hint = f"Did you mean {' or '.join(close)}? " if close else ""
+    return f"No model is called {name!r}. {hint}Give {ACCEPTED}."

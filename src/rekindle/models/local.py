@@ -101,7 +101,10 @@ def find_pulled_model(name: str, models_dir: Path) -> PulledModel:
             found = _of_source(source, pulled)
     if found:
         return found[0]
-    raise ModelError(f"{name} is not on this machine. `rekindle ls` lists what is.")
+    raise ModelError(
+        f"{name} is not on this machine. `rekindle pull {name}` downloads it, and `rekindle ls` "
+        "lists the models that are here."
+    )
 
 
 def _of_source(source: HubModel, pulled: list[PulledModel]) -> list[PulledModel]:
