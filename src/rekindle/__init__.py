@@ -1,4 +1,4 @@
-"""Rekindle: an OpenAI-compatible server that never computes the same prompt twice."""
+"""Rekindle: an OpenAI-compatible server that keeps and reuses the KV cache of conversations."""
 
 from __future__ import annotations
 

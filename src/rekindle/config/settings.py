@@ -70,8 +70,10 @@ Folders = Annotated[tuple[Path, ...], BeforeValidator(split_commas)]
 _server = partial(Setting, "Server")
 _access = partial(Setting, "Access")
 _cache = partial(Setting, "Cache")
-_replies = partial(Setting, "Replies")
-_request_default = Setting("Replies", "Value for requests that do not have this field", flag=False)
+_replies = partial(Setting, "Responses")
+_request_default = Setting(
+    "Responses", "Value for requests that do not have this field", flag=False
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -141,9 +143,9 @@ class Config(RuntimeSettings):
     ] = ()
     no_auth: Annotated[bool, _access("Allow a public address without API keys")] = False
     context_cache: Annotated[bool, _cache("Reuse cached state")] = True
-    exact: Annotated[bool, _cache("Make replies with reuse bit-identical to replies without")] = (
-        False
-    )
+    exact: Annotated[
+        bool, _cache("Make responses with reuse bit-identical to responses without")
+    ] = False
     force_cache: Annotated[
         bool, _cache("Recognise conversations without a name by a fingerprint")
     ] = False
@@ -155,7 +157,7 @@ class Config(RuntimeSettings):
     ] = dataclasses.field(default_factory=dict)
     max_tokens: Annotated[
         OptionalTokens,
-        _replies("Default limit of a chat reply in tokens", "the model's own in the catalogue"),
+        _replies("Default limit of a chat response in tokens", "the model's own in the catalogue"),
     ] = None
     completion_max_tokens: Annotated[
         OptionalTokens, _replies("Default limit of a completion in tokens; null in the file: none")

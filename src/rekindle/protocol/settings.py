@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rekindle.config")
 
-Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
+Group = Literal[
+    "Server", "Access", "Engine", "Cache", "Responses"
+]  # headings of `--help`, in order
 WritePolicy = Literal["always", "named", "likely", "on-evict"]
 EvictionPolicy = Literal["hit-density", "lru"]
 Normaliser = Literal[
