@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rekindle.version import __version__
 
+TYPE_CHECKING = False  # type checkers know this name; `typing` itself takes long to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from rekindle.front.embedded import Engine, EngineConfig
 
 __all__ = ["Engine", "EngineConfig", "__version__"]
