@@ -191,7 +191,7 @@ class RuntimeSettings:
     threads: Annotated[
         OptionalThreads,
         _engine(
-            "CPU threads at most; fewer compute while other programs use cores",
+            "CPU threads at most; turns that are not exact leave cores to other programs",
             f"one per core, at most {THREADS_LIMIT}",
         ),
     ] = None
