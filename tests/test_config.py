@@ -326,8 +326,8 @@ def test_an_error_does_not_show_a_secret_key(name: str) -> None:
 @pytest.mark.parametrize(
     ("sources", "said"),
     [
-        ({"text": "prot: 1"}, "unknown setting `prot` in settings.yaml; did you mean `port` in"),
-        ({"text": "ram-cach: 1"}, "did you mean `ram_cache` in settings.yaml?"),
+        ({"text": "prot: 1"}, "unknown setting `prot` in settings.yaml; did you mean `port`?"),
+        ({"text": "ram-cach: 1"}, "did you mean `ram_cache`?"),
         ({"text": "xyzzy: 1"}, "unknown setting `xyzzy` in settings.yaml"),
         ({"text": "3: 1"}, "unknown setting `3`"),
         (

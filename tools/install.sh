@@ -58,7 +58,7 @@ find_python() {
     fail "Python $unable cannot build environments. Install its venv module" \
       "(Debian and Ubuntu: apt install python$unable-venv), or install uv. Nothing was changed."
   elif [ -n "$uv" ] && [ -z "${PYTHON:-}" ]; then
-    say "Rekindle needs Python 3.11, 3.12 or 3.13, and python3 is $version: uv provides another"
+    say "Rekindle needs Python 3.11, 3.12 or 3.13, and python3 is $version. uv provides another"
     python=$any_supported
   else
     fail "Rekindle needs Python 3.11, 3.12 or 3.13, but ${PYTHON:-python3} is $version." \
@@ -76,7 +76,11 @@ is_complete() {
 
 install_with_uv() {
   if [ -n "$is_new" ]; then
-    "$uv" venv --quiet --clear --python "$python" $environment || return 1
+    "$uv" venv --quiet --clear --python "$python" $environment || {
+      [ "$python" != "$any_supported" ] || fail "uv could not provide Python 3.11, 3.12 or 3.13." \
+        "Check the network, or install one of them. Nothing was installed."
+      return 1
+    }
   fi
   "$uv" pip install --python $in_it --no-deps --require-hashes -r "$1" &&
     "$uv" pip install --quiet --python $in_it --no-deps --no-build-isolation --editable .
@@ -86,7 +90,7 @@ install_with_pip() {
   local pip=($in_it -m pip --disable-pip-version-check --no-input install --no-deps)
   if [ -n "$is_new" ] || ! $in_it -m pip --version >/dev/null 2>&1; then
     [ -n "$python" ] || find_python
-    [ "$python" != "$any_supported" ] || return 1 # only uv has a suitable one
+    [ "$python" != "$any_supported" ] || return 1 # only uv has a Python that fits
     "$python" -m venv --clear $environment || return 1
   fi
   # Python compiles a module when it is first imported. Compiling all of them here takes longer.
@@ -133,15 +137,16 @@ if is_complete; then
 else
   is_new=1
   find_python
-  [ ! -e $environment ] || say "$environment is unfinished or of another Python, and is built again"
+  [ ! -e $environment ] || say "$environment is unfinished or belongs to another Python. It is built again"
   installer=pip
   [ -z "$uv" ] || installer=uv
-  say "building $environment with $python and $installer from $lock"
+  say "building $environment with ${python/#"$any_supported"/the Python of uv} and $installer from $lock"
 fi
 rm -f $run_mark $dev_mark
 if [ -z "$uv" ] || ! install_with_uv $lock; then
-  [ -z "$uv" ] || say "uv could not install the packages, so pip tries"
-  install_with_pip $lock || fail "the packages could not be installed. Run the same command again."
+  [ -z "$uv" ] || say "uv could not install the packages. Trying pip"
+  install_with_pip $lock || fail "The packages could not be installed. The lines above say why." \
+    "Then run the same command again."
 fi
 touch $run_mark
 [ "$level" = run ] || touch $dev_mark

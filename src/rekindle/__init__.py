@@ -1,12 +1,13 @@
-"""Rekindle: an OpenAI-compatible server that never computes the same prompt twice."""
+"""Rekindle: an OpenAI-compatible server that keeps and reuses the KV cache of conversations."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rekindle.version import __version__
 
+TYPE_CHECKING = False  # type checkers know this name; `typing` itself takes long to import
 if TYPE_CHECKING:
+    from typing import Any
+
     from rekindle.front.embedded import Engine, EngineConfig
 
 __all__ = ["Engine", "EngineConfig", "__version__"]

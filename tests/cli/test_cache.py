@@ -186,7 +186,7 @@ def test_figures_are_shown_with_units() -> None:
     stats = {"total_entries": 5, "by_tier": {"ram": 4, "disk": 1}, "ram_bytes": 1_020_000_000,
              "hit_rate": 0.86, "disk_state": "ok"}  # fmt: skip
     shown = text(views.stats_table(stats))
-    for part in ("total entries", "ram: 4, disk: 1", "1.0 GB", "86%", "ok"):
+    for part in ("entries by tier", "ram: 4, disk: 1", "1.0 GB", "86%", "ok"):
         assert part in shown
 
 
@@ -286,12 +286,30 @@ def test_a_project_of_the_operator_is_found_though_no_list_shows_it() -> None:
         client(figures).find("stats")
 
 
-def test_a_refusal_shows_the_message_of_the_server() -> None:
-    def refuse(_request: httpx.Request) -> httpx.Response:
-        return httpx.Response(401, json={"error": {"message": "This server needs an API key"}})
+@pytest.mark.parametrize("error", [{"message": "The queue is full"}, "The queue is full"])
+def test_a_refusal_shows_the_message_of_the_server(error: object) -> None:
+    """The second form is the one of Ollama's API."""
 
-    with pytest.raises(RequestRefused, match=r"needs an API key.*--api-key"):
+    def refuse(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(429, json={"error": error})
+
+    with pytest.raises(RequestRefused, match=r"^The queue is full$"):
         client(refuse).send("GET", "/cache/stats")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"), [(None, "needs an API key"), ("k", "does not know this API key")]
+)
+def test_a_missing_key_and_a_wrong_key_are_told_apart(key: str | None, message: str) -> None:
+    transport = httpx.MockTransport(lambda _request: httpx.Response(401, json={"error": "no"}))
+    with pytest.raises(RequestRefused, match=message):
+        CacheClient("http://x/v1", key, transport).send("GET", "/cache/stats")
+
+
+@pytest.mark.parametrize("url", ["localhost:8080", "foo", "ftp://x/v1", ""])
+def test_what_is_not_the_url_of_a_server_is_named(url: str) -> None:
+    with pytest.raises(RekindleError, match="is not the URL of a server"):
+        CacheClient(url, None).send("GET", "/cache/stats")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +365,7 @@ def test_commands_accept_prefixes_of_keys(serve: Callable[[Answer], None]) -> No
     assert ONE in run("show", "aaaa1")
     assert f"{ONE} is pinned" in run("pin", "aaaa1")
     assert "no longer" in run("unpin", "aaaa1")
-    assert run("rm", "aaaa1", "aaaa2", "aaaa1").count("is removed") == 2
+    assert run("rm", "aaaa1", "aaaa2", "aaaa1").count("is deleted") == 2
     assert "removed 2 entries, freed 5.0 MB" in run("gc")
 
 
@@ -426,7 +444,7 @@ def test_the_exit_status_of_a_check_says_whether_it_found_damage_or_skipped_a_fo
     assert result.exit_code == (1 if bad else 2)
     assert asked == [(Path("kv"), repair)]
     assert "7 good blocks" in result.stdout
-    assert "a server is using it: stop the server first" in result.stdout
+    assert "a server is using it. Stop the server first" in result.stdout
     assert ("A block's file is bad: [x]. abcd" in result.stdout) == bad
     assert ("--repair" in result.stdout) == (bad and not repair)
 

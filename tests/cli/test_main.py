@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import socket
 import sys
 from pathlib import Path
@@ -90,7 +91,20 @@ def test_the_help_of_a_command_mentions_and_explains_every_flag(command: tuple[s
     for flag in flags_of(*command):
         if flag.startswith("--") and flag != "--help":
             [line] = [line for line in text.splitlines() if f" {flag} " in line]
-            assert len(line.strip(" │").split(">", 1)[1].strip()) > 4, f"{flag} is not explained"
+            explained = re.sub(r"^.*?(<[^>]*>|(--?[\w-]+ +)+)", "", line.strip(" │"))
+            assert len(explained.strip()) > 4, f"{flag} is not explained"
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("ls",), ("cache",), ("cache", "ls")])
+def test_the_help_shows_no_type_next_to_a_switch(command: tuple[str, ...]) -> None:
+    """A switch takes no value, and `--exact true` would be an error."""
+    assert "bool" not in shown(*command, "--help")
+
+
+def test_the_help_names_the_first_commands_to_try() -> None:
+    text = shown("--help")
+    assert "Begin with `rekindle run`" in text
+    assert text.index("Serve and chat") < text.index("Models") < text.index("This machine")
 
 
 def test_serve_has_the_flags_that_scripts_rely_on() -> None:

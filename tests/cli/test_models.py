@@ -80,7 +80,7 @@ def test_rm_removes_all_or_nothing(models_dir: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit):
         cli.main()
     assert path.is_file()
-    assert shown("rm", "qwen3:4b", "qwen3:4b").startswith("qwen3:4b is removed, ")
+    assert shown("rm", "qwen3:4b", "qwen3:4b").startswith("qwen3:4b is deleted, ")
     assert not path.exists()
 
 

@@ -18,8 +18,9 @@ from rich.console import Console
 from rekindle.cli import main as cli
 from rekindle.cli import servers
 from rekindle.cli.cache import LOCAL_SERVER
+from rekindle.cli.cache_client import NoServer
 from rekindle.cli.chat import ChatServer, read_prompt
-from rekindle.cli.servers import NoServer, served_models
+from rekindle.cli.servers import served_models
 from rekindle.config import Config
 from rekindle.errors import RekindleError
 
@@ -194,7 +195,8 @@ def test_a_chat_in_a_terminal_offers_to_start_a_server(
         with servers.running_server(server, console) as own:
             assert own.base_url == "http://started/v1"
     else:
-        with pytest.raises(NoServer), servers.running_server(server, console):
+        refused = pytest.raises(RekindleError, match="rekindle run")
+        with refused, servers.running_server(server, console):
             pass
     assert LOCAL_SERVER in questions[0]
     assert started == models
@@ -255,7 +257,7 @@ def test_another_program_at_the_address_is_named_as_such(
     connect: Callable[[Answer], None],
 ) -> None:
     connect(lambda _request: httpx.Response(200, text="<html>"))
-    with pytest.raises(RekindleError, match="not an OpenAI-compatible server"):
+    with pytest.raises(RekindleError, match="is not OpenAI-compatible"):
         served_models(LOCAL_SERVER, None)
 
 

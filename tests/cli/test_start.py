@@ -52,3 +52,13 @@ def test_a_command_that_a_shell_runs_in_the_background_ignores_ctrl_c(tmp_path: 
     with start(tmp_path, ignoring=True) as process:
         assert handler_during_import(process) == "SIG_IGN"
         process.kill()
+
+
+def test_little_is_imported_before_ctrl_c_is_quiet() -> None:
+    """Until then Ctrl-C prints a traceback."""
+    code = "import sys; old = {*sys.modules}; import rekindle.cli.interrupts; "
+    code += "print(*{*sys.modules} - old)"
+    command = [sys.executable, "-c", code]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "rekindle" in shown
+    assert {"typing", "re", "contextlib"}.isdisjoint(shown)

@@ -25,7 +25,7 @@ def ready(conversations: int | None, *, on_disk: bool = True) -> Ready:
 @pytest.mark.parametrize(
     ("found", "line"),
     [
-        ([ready(0)], "0 conversations found in the cache folder /var/lib/[kv]"),
+        ([ready(0)], "Conversations are kept in the cache folder /var/lib/[kv], which is empty"),
         ([ready(1)], "1 conversation found in the cache folder /var/lib/[kv]"),
         (
             [ready(1200), ready(34), ready(9, on_disk=False)],
@@ -65,7 +65,7 @@ def test_the_banner_says_what_is_served_where_and_what_to_try() -> None:
         engine="llama.cpp", architecture="llama", parameters=134_515_008, quantization="Q4_1"
     )
     assert announced(runtime, config=replace(CONFIG, threads=2)) == [
-        "Model: a [model] (llama, 135M parameters, Q4_1), context of 4096 tokens",
+        "Model: a [model] (llama, 135M parameters, Q4_1), context of 4,096 tokens",
         "Engine: llama.cpp on the CPU with 2 threads, up to 16 requests at a time",
         "3 conversations found in the cache folder /var/lib/[kv]",
         "Serving on http://127.0.0.1:8080/v1. Stop with Ctrl-C.",
@@ -99,7 +99,9 @@ def test_the_command_to_try_reaches_this_server(
 
 def test_an_embedding_model_is_not_offered_for_a_chat() -> None:
     lines = announced(described(dimensions=384))
-    assert lines[0] == "Model: a [model], embeddings of 384 dimensions, inputs of up to 4096 tokens"
+    assert (
+        lines[0] == "Model: a [model], embeddings of 384 dimensions, inputs of up to 4,096 tokens"
+    )
     assert not any("rekindle chat" in line for line in lines)
 
 

@@ -100,6 +100,11 @@ def test_a_model_that_was_not_pulled_is_named(full: Path, name: str) -> None:
         find_pulled_model(name, full)
 
 
+def test_an_unknown_name_points_to_the_list_of_models_that_are_here(full: Path) -> None:
+    with pytest.raises(ModelError, match=r"called 'nix'\. `rekindle ls` lists"):
+        find_pulled_model("nix", full)
+
+
 def test_a_file_of_the_users_own_is_never_removed(full: Path, tmp_path: Path) -> None:
     own = write_gguf(tmp_path / "mine.gguf")
     with pytest.raises(ModelError, match="of yours"):

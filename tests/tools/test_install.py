@@ -29,7 +29,7 @@ esac
 UV = """#!/bin/sh
 echo "$0 $@" >> "{log}"
 case "$1" in
-  venv) mkdir -p .venv/bin && cp "{python}" .venv/bin/python ;;
+  venv) [ {has_python} = 1 ] && mkdir -p .venv/bin && cp "{python}" .venv/bin/python ;;
   pip) exit {status} ;;
 esac
 """
@@ -65,8 +65,11 @@ class Machine:
         )
         return self._add(name, script)
 
-    def add_uv(self, python: Path, *, works: bool = True) -> None:
-        self._add("uv", UV.format(log=self.log, python=python, status=int(not works)))
+    def add_uv(self, python: Path, *, works: bool = True, has_python: bool = True) -> None:
+        script = UV.format(
+            log=self.log, python=python, status=int(not works), has_python=int(has_python)
+        )
+        self._add("uv", script)
 
     def install(self, level: str = "run", python: str = "") -> subprocess.CompletedProcess[str]:
         command = ["/bin/bash", str(self.clone / "tools" / "install.sh"), level]
@@ -213,12 +216,21 @@ def test_uv_brings_a_python_where_there_is_none(machine: Machine) -> None:
     assert "--python >=3.11,<3.14 .venv" in machine.commands
 
 
+def test_a_python_that_uv_cannot_provide_is_named_as_the_reason(machine: Machine) -> None:
+    machine.add_uv(machine.add_python("python3", "3.10.13"), has_python=False)
+    done = machine.install()
+    assert done.returncode == 1
+    assert "uv could not provide Python 3.11, 3.12 or 3.13. Check the network" in done.stderr
+    assert "packages" not in done.stderr
+    assert machine.marks == set()
+
+
 def test_pip_takes_over_where_uv_fails(machine: Machine) -> None:
     """An index may be configured for pip only."""
     machine.add_uv(machine.add_python("python3", "3.12.1"), works=False)
     done = machine.install()
     assert done.returncode == 0, done.stderr
-    assert "so pip tries" in done.stderr
+    assert "Trying pip" in done.stderr
     assert "-m pip --disable-pip-version-check" in machine.commands
     assert machine.marks == {".installed-run"}
 

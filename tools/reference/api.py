@@ -70,13 +70,13 @@ def _x_cache(document: Schema) -> Iterator[str]:
 
 
 def _operation(document: Schema, operation: Schema, shown: set[str]) -> Iterator[str]:
-    """Describe an operation, and the parts of its answer that are not in `shown` yet."""
+    """Describe an operation, and the parts of its response that are not in `shown` yet."""
     yield " ".join(operation["description"].split())
     if parameters := parameters_of(operation):
         yield _fields(parameters, "parameter")
     for what, part in (
         ("Request", operation.get("requestBody", {})),
-        ("Answer", _answer(operation)),
+        ("Response", _response(operation)),
     ):
         if (name := next(refs(part), None)) is None:
             continue
@@ -84,14 +84,14 @@ def _operation(document: Schema, operation: Schema, shown: set[str]) -> Iterator
         [form] = forms_of(types[name])
         yield f"{what}: {code(name)}"
         yield _fields(fields_of(form), marks_required=what == "Request")
-        inner = _inner(types, name, shown) if what == "Answer" else ()
+        inner = _inner(types, name, shown) if what == "Response" else ()
         for each in inner:
-            yield f"{code(each)} in it:"
+            yield f"Fields of {code(each)}:"
             yield _fields(fields_of(types[each]), marks_required=False)
 
 
 def _inner(types: Schema, name: str, shown: set[str]) -> Iterator[str]:
-    """Yield the types inside of a type, each once on the page."""
+    """Yield the types inside a type, each once on the page."""
     for each in refs(types[name]):
         if each not in shown:
             shown.add(each)
@@ -99,7 +99,7 @@ def _inner(types: Schema, name: str, shown: set[str]) -> Iterator[str]:
             yield from _inner(types, each, shown)
 
 
-def _answer(operation: Schema) -> Schema:
+def _response(operation: Schema) -> Schema:
     found: Schema = operation["responses"]["200"]
     return found
 

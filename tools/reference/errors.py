@@ -28,7 +28,7 @@ ERRORS = {
     ),
     "template_error": (
         "The model's chat template refuses this conversation.",
-        "Change what the message quotes: often the order of roles, or a role the model lacks.",
+        "Change the part that the message quotes. Often it is the order of the roles.",
     ),
     "context_length_exceeded": (
         "The prompt does not fit into the model's context.",
@@ -57,7 +57,7 @@ ERRORS = {
     ),
     "wrong_host": (
         "The Host header names another server. This protects a local server from web pages.",
-        "Ask for `localhost` or `127.0.0.1`. Behind a proxy, start the server with "
+        "Use `localhost` or `127.0.0.1`. Behind a proxy, start the server with "
         "`--allowed-host NAME`.",
     ),
     "invalid_api_key": ("The API key is missing or wrong.", "Send a key that the server accepts."),
@@ -117,7 +117,7 @@ ERRORS = {
         "Open another connection.",
     ),
     "response_is_ending": (
-        "The response that is to be deleted is being stored.",
+        "The response to delete is still being stored.",
         "Delete it again in a moment.",
     ),
     "removed_meanwhile": (

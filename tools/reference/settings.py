@@ -73,7 +73,7 @@ PRESET_TEXTS = {
     "cache": "When to compute the prompt, and how long to keep it",
     "cache.warm_on_startup": "Compute the prompt when the server starts",
     "cache.pinned": "Keep the state until it is unpinned or deleted",
-    "cache.ttl": "Seconds after its last use when the state expires; without limit if it is pinned",
+    "cache.ttl": "Seconds after its last use until the state expires; no limit if it is pinned",
 }
 VARIABLE_TEXTS = {
     DISK_VARIABLE: "The same as `REKINDLE_DISK_CACHE`, as a number of GB without a unit. "

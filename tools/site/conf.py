@@ -39,7 +39,7 @@ suppress_warnings = ["misc.highlighting_failure"]  # snippets have ellipses
 
 html_theme = "alabaster"  # it comes with Sphinx and loads nothing from other hosts
 html_theme_options = {
-    "description": "Never computes the same prompt twice",
+    "description": "Keeps and reuses the KV cache of every conversation",
     "page_width": "75rem",
     "body_max_width": "none",
     "show_powered_by": False,

@@ -287,10 +287,18 @@ async def connect(
         try:
             yield Client(http, options.model or await _first_model(http))
         except httpx.HTTPError as error:
-            reason = f"{type(error).__name__} {error}".rstrip()
-            raise BenchFailed(f"no answer from {http.base_url}: {reason}") from error
+            raise BenchFailed(_no_answer(http.base_url, error)) from error
         except EventTooLarge as error:
             raise BenchFailed(str(error)) from None
+
+
+def _no_answer(url: httpx.URL, error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.ConnectError):
+        return (
+            f"no server answers at {url} ({error}). Start one with `rekindle serve` in another "
+            "terminal, or give the URL of a running one with --base-url."
+        )
+    return f"no answer from {url}: {type(error).__name__} {error}".rstrip()
 
 
 async def _first_model(http: httpx.AsyncClient) -> str:

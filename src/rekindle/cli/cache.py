@@ -22,6 +22,7 @@ from rekindle.cli.cache_client import (
     read_text,
     read_tokens,
 )
+from rekindle.cli.flags import CommandLine
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 from rekindle.models.progress import progress_bar
@@ -29,25 +30,20 @@ from rekindle.models.progress import progress_bar
 if TYPE_CHECKING:
     from rekindle.kvcache.disk.check import FolderReport
 
-app = typer.Typer(
-    name="cache",
-    help="Show what a server stores, and clean it up.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
+app = CommandLine(name="cache", help="Show what a server stores, and clean it up.")
 
 DAMAGED, UNCHECKED = 1, 2  # exit statuses of `check`
-IN_USE = "not checked, because a server is using it: stop the server first"
+IN_USE = "not checked, because a server is using it. Stop the server first"
 SEALED = (
-    "not checked, set `cache_secret_file` in the settings file or REKINDLE_CACHE_SECRET_FILE to "
-    "the secret it was written with"
+    "not checked, because it was written with another secret. Set `cache_secret_file` in the "
+    "settings file, or REKINDLE_CACHE_SECRET_FILE, to the file with that secret"
 )
 SETTINGS_PLACES = "rekindle.yaml here, else in ~/.config/rekindle"
 LOCAL_SERVER = "http://127.0.0.1:8080/v1"
 BaseUrl = Annotated[str, typer.Option(help="URL of the server")]
 ApiKey = Annotated[
     str | None,
-    typer.Option(envvar="REKINDLE_API_KEY", help="API key; an admin key can see all caches"),
+    typer.Option(envvar="REKINDLE_API_KEY", help="API key, if the server has any"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Key = Annotated[
@@ -135,10 +131,12 @@ def remove(
         list[str], typer.Argument(help="Cache keys, or unique beginnings of cache keys")
     ],
 ) -> Result:
-    """Remove entries. If one of them does not exist, none is removed."""
+    """Delete entries and their state.
+
+    If one of them does not exist, none is deleted."""
     found = dict.fromkeys(client.find(key)["cache_key"] for key in keys)
     answers = [client.send("DELETE", entry_path(key)) for key in found]
-    return answers, "\n".join(f"{key} is removed" for key in found)
+    return answers, "\n".join(f"{key} is deleted" for key in found)
 
 
 @app.command()
@@ -148,7 +146,7 @@ def export(
     base_url: BaseUrl = LOCAL_SERVER,
     api_key: ApiKey = None,
 ) -> None:
-    """Write the state of an entry into a file for mlx_lm (only MLX models)."""
+    """Write the state of an entry to a file for mlx_lm (only MLX models)."""
     if file.suffix != SUFFIX:
         raise RekindleError(f"{file} must end with {SUFFIX}, or mlx_lm cannot load it")
     client = CacheClient(base_url, api_key)
@@ -176,8 +174,9 @@ def import_state(
         str | None, typer.Option(help="Name of the model", show_default="the only model")
     ] = None,
 ) -> Result:
-    """Store the state in a file on a server. Files of mlx_lm do not contain the token ids, so add
-    --tokens or --prompt for them."""
+    """Store the state of a file on a server (only MLX models).
+
+    Files of mlx_lm do not contain the token ids, so add --tokens or --prompt for them."""
     content = PromptCacheFile(file)
     if tokens is not None:
         content.name_tokens(read_tokens(tokens))
@@ -194,7 +193,7 @@ def import_state(
 
 @server_command("gc")
 def collect(client: CacheClient) -> Result:
-    """Remove expired entries now."""
+    """Delete expired entries now."""
     answer = client.send("POST", "/cache/gc", json={})
     freed = decimal(answer["freed_bytes"])
     return answer, f"removed {answer['removed']} entries, freed {freed}"
@@ -211,7 +210,7 @@ def explain(
         str | None, typer.Option(help="Name of the model", show_default="the entry's model")
     ] = None,
 ) -> Result:
-    """Show what a request would reuse of an entry, and the first difference."""
+    """Show how much of an entry a request would reuse, and the first difference."""
     request = _read_request(messages)
     entry = client.find(key)
     request["model"] = model or request.get("model") or entry["model"]
@@ -230,8 +229,10 @@ def check(
         Path | None, typer.Option(help="Settings file", show_default=SETTINGS_PLACES)
     ] = None,
 ) -> None:
-    """Verify the files on disk. Exits with status 1 if it finds damage, and with 2 if it could not
-    check everything, because a server uses the folder or the secret is missing."""
+    """Verify the files on disk.
+
+    Exits with status 1 if it finds damage, and with 2 if it could not check everything, because a
+    server uses the folder or the secret is missing."""
     # Only this command needs the cache's own code.
     from rekindle.kvcache.disk.check import check as verify
     from rekindle.kvcache.disk.secret import read_secret_file

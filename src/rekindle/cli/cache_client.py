@@ -25,8 +25,39 @@ NAME_KINDS = ("project", "message_id", "session_id", "kv_cache_session_id")
 Json = dict[str, Any]
 
 
+class NoServer(RekindleError):
+    """No server answers at this URL."""
+
+    def __init__(self, base_url: str, problem: Exception) -> None:
+        self.reason = ERRNO.sub("", str(problem)).rstrip(".")
+        super().__init__(
+            f"no server answers at {base_url} ({self.reason}). Start one with `rekindle serve` in "
+            "another terminal, or give the URL of a running one with --base-url."
+        )
+
+
 class RequestRefused(RekindleError):
     """The server answered with an error."""
+
+
+def check_url(base_url: str) -> None:
+    """Raise RekindleError unless this is the URL of a server."""
+    try:
+        url = httpx.URL(base_url)
+    except httpx.InvalidURL:
+        url = httpx.URL()
+    if url.scheme not in ("http", "https") or not url.host:
+        raise RekindleError(
+            f"--base-url: {base_url!r} is not the URL of a server. Give one such as "
+            "http://127.0.0.1:8080/v1."
+        )
+
+
+def key_problem(base_url: str, api_key: str | None) -> str:
+    """Say why a server refuses a key: it has to be given, or it is wrong."""
+    if api_key:
+        return f"the server at {base_url} does not know this API key. Check --api-key."
+    return f"the server at {base_url} needs an API key. Give --api-key, or set REKINDLE_API_KEY."
 
 
 @contextmanager
@@ -36,16 +67,14 @@ def connect(
     timeout: httpx.Timeout,
     transport: httpx.BaseTransport | None,
 ) -> Iterator[httpx.Client]:
-    """Open a client. Raises RekindleError if no server answers at this URL."""
+    """Open a client. Raises NoServer, or RekindleError if this is not the URL of a server."""
+    check_url(base_url)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         with httpx.Client(headers=headers, timeout=timeout, transport=transport) as client:
             yield client
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise RekindleError(
-            f"no server answers at {base_url} ({ERRNO.sub('', str(error))}). Start one with "
-            "`rekindle serve`, or give the URL of a running one with --base-url."
-        ) from None
+        raise NoServer(base_url, error) from None
 
 
 class CacheClient:
@@ -151,10 +180,11 @@ class CacheClient:
             content = answer.json()
         except ValueError:
             content = None
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            raise RequestRefused(key_problem(self._base_url, self._api_key))
         match content:
-            case {"error": {"message": str() as message}}:
-                hint = " (use --api-key here)" if answer.status_code == 401 else ""
-                raise RequestRefused(message + hint)
+            case {"error": {"message": str() as message}} | {"error": str() as message}:
+                raise RequestRefused(message)
             case dict() if answer.is_success:
                 return dict(content)
         raise RekindleError(

@@ -22,6 +22,29 @@ UNWRAPPED = 10_000  # columns
 #: Columns whose text is shortened in a narrow terminal.
 MAY_SHRINK = ("model", "names", "last message")
 
+#: What `stats_table` calls the figures whose names in JSON do not explain themselves.
+TITLES = {
+    "total_entries": "entries",
+    "by_tier": "entries by tier",
+    "ram_bytes": "state in RAM",
+    "disk_bytes": "state on disk",
+    "unique_bytes": "state, shared blocks once",
+    "logical_bytes": "state without sharing",
+    "total_hits": "hits",
+    "total_partial_hits": "partial hits",
+    "total_misses": "misses",
+    "evictions": "evicted blocks",
+    "ram_limit_bytes": "limit in RAM",
+    "disk_limit_bytes": "limit on disk",
+    "disk_queued_bytes": "waiting to be written",
+    "disk_written_bytes": "written to disk",
+    "disk_read_bytes": "read from disk",
+    "encoded_pictures": "encoded images",
+    "picture_hits": "reused images",
+    "picture_ram_bytes": "encoded images in RAM",
+    "picture_disk_bytes": "encoded images on disk",
+}
+
 Json = dict[str, Any]
 
 
@@ -98,8 +121,13 @@ def entry_table(entry: Json) -> RenderableType:
 
 
 def stats_table(stats: Json) -> RenderableType:
-    """All figures by the server's names, with bytes in readable units."""
-    return pairs({name.replace("_", " "): _figure(name, value) for name, value in stats.items()})
+    """All figures of the server, with bytes in readable units."""
+    return pairs(
+        {
+            TITLES.get(name, name.replace("_", " ")): _figure(name, value)
+            for name, value in stats.items()
+        }
+    )
 
 
 def explanation(result: Json) -> RenderableType:

@@ -36,7 +36,9 @@ def settings_table(config: Config, *, only_given: bool = False) -> RenderableTyp
         for name, declared in SETTINGS.items():
             if declared.setting.group == group and (name in config.given or not only_given):
                 style = "bold" if name in config.given else "dim"
-                cells = (name, _text(getattr(config, name), declared), _origin(config, name))
+                origin = _origin(config, name)
+                source = "settings file" if origin == str(config.settings_file) else origin
+                cells = (name, _text(getattr(config, name), declared), source)
                 table.add_row(*map(plain, cells), style=style)
     return Lines(*map(plain, _file_lines(config)), table)
 
@@ -45,7 +47,7 @@ def _file_lines(config: Config) -> Iterator[str]:
     if config.settings_file:
         yield f"Settings file: {config.settings_file}"
         return
-    yield "No settings file. These are looked for, and the first that exists is read:"
+    yield "No settings file. Rekindle reads the first of these that exists:"
     yield from (f"  {path}" for path in default_files())
 
 

@@ -1,16 +1,61 @@
-"""Makes the flags of `rekindle serve` from the declarations of the settings."""
+"""Makes the flags of `rekindle serve` from the settings, and words the help of all commands."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from rekindle.config import SETTINGS, Declaration
 from rekindle.protocol.settings import SIZE_TEXT, Group, format_size
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: What the help shows in place of a value, by the type that the command line parses.
+_METAVARS = {
+    bool: "",
+    int: "<number>",
+    float: "<number>",
+    str: "<text>",
+    list[str]: "<text>",
+    Path: "<path>",
+}
+
+
+class _Command(TyperCommand):
+    """A command whose help shows a type only for options that take a value."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _hide_types_of_switches(self.get_params(ctx))
+        super().format_help(ctx, formatter)
+
+
+class _Commands(TyperGroup):
+    """A group of commands with the same kind of help."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        _hide_types_of_switches(self.get_params(ctx))
+        super().format_help(ctx, formatter)
+
+
+class CommandLine(typer.Typer):
+    """A command line whose commands have this kind of help."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=_Commands, no_args_is_help=True, rich_markup_mode="rich", **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[F], F]:
+        return super().command(name, cls=_Command, **options)
+
+
+def _hide_types_of_switches(parameters: Iterable[object]) -> None:
+    for each in parameters:
+        if isinstance(each, TyperOption) and each.is_bool_flag:
+            each.metavar = ""
 
 
 def takes_settings(command: Callable[..., None]) -> Callable[..., None]:
@@ -34,6 +79,7 @@ def _parameter(declared: Declaration) -> inspect.Parameter:
     option = typer.Option(
         spelling(declared),
         help=declared.setting.help,
+        metavar=_METAVARS[_kind(declared)] if not is_size(declared) else "<size>",
         show_default=shown_default(declared) or False,
         rich_help_panel=declared.setting.group,
     )

@@ -17,21 +17,23 @@ from rich.markup import escape
 from rekindle.cli import cache as cache_cli
 from rekindle.cli.cache import LOCAL_SERVER, SETTINGS_PLACES, ApiKey, AsJson, BaseUrl
 from rekindle.cli.cache_views import show
-from rekindle.cli.flags import takes_settings
+from rekindle.cli.flags import CommandLine, takes_settings
 from rekindle.cli.interrupts import QuietImports
 from rekindle.config import load_config
 from rekindle.errors import RekindleError
 from rekindle.models.catalogue import DEFAULT_EMBEDDING_MODEL, DEFAULT_MODEL
 from rekindle.version import __version__
 
-app = typer.Typer(
+TALK, MODELS, STATE, MACHINE = "Serve and chat", "Models", "Cache and settings", "This machine"
+
+app = CommandLine(
     name="rekindle",
-    help="An OpenAI-compatible server that never computes the same prompt twice.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
+    help="An OpenAI-compatible inference server that keeps and reuses the KV cache of every "
+    "conversation.",
+    epilog="Begin with `rekindle run` for a chat, or with `rekindle serve` for a server.",
     pretty_exceptions_enable=False,
 )
-app.add_typer(cache_cli.app)
+app.add_typer(cache_cli.app, rich_help_panel=STATE)
 console = Console(stderr=True)
 
 INTERRUPTED = 128 + 2  # exit status after Ctrl-C, as shells report it
@@ -62,17 +64,19 @@ def options(
     """Serve models, download them, chat with them and measure them."""
 
 
-@app.command()
+@app.command(rich_help_panel=TALK)
 @takes_settings
 def serve(config: ConfigFile = None, **flags: Any) -> None:
-    """Serve models over HTTP. Flags override REKINDLE_* variables, which override rekindle.yaml."""
+    """Serve models over HTTP.
+
+    Flags override REKINDLE_* variables, which override rekindle.yaml."""
     with QuietImports():
         from rekindle.front.launch import serve as run_server
 
     run_server(load_config(flags, file=config), console)
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def pull(
     name: Annotated[str, typer.Argument(help="Catalogue name or org/repo[:quant-or-file]")],
     config: ConfigFile = None,
@@ -89,7 +93,7 @@ def pull(
     typer.echo(loadable(path, settings.runtime.engine, models_dir=folder, progress=progress))
 
 
-@app.command()
+@app.command(rich_help_panel=MODELS)
 def convert(
     name: Annotated[str, typer.Argument(help="Model folder, or org/repo to pull first")],
     quant: Annotated[
@@ -128,11 +132,14 @@ MaxTokens = Annotated[
 Temperature = Annotated[float, typer.Option(min=0.0, help="Temperature; 0 is greedy")]
 
 
-@app.command()
+@app.command(rich_help_panel=TALK)
 def run(
     model: Annotated[
         str | None,
-        typer.Argument(help="As for `serve --model`", show_default="the server's, else smollm2"),
+        typer.Argument(
+            help="Catalogue name, GGUF file, model folder or org/repo[:quant]",
+            show_default="the server's, else smollm2",
+        ),
     ] = None,
     prompt: Prompt = None,
     base_url: BaseUrl = LOCAL_SERVER,
@@ -142,7 +149,7 @@ def run(
     temperature: Temperature = 0.7,
     config: ConfigFile = None,
 ) -> None:
-    """Chat with a model, pulling and loading it if needed. Uses a running server that serves it."""
+    """Chat with a model. Downloads and loads it if needed."""
     with QuietImports():
         from rekindle.cli.chat import Conversation, read_prompt, talk
         from rekindle.cli.servers import server_with
@@ -153,7 +160,7 @@ def run(
         talk(Conversation.at(server, options, system), text, Console())
 
 
-@app.command()
+@app.command(rich_help_panel=TALK)
 def chat(
     prompt: Prompt = None,
     base_url: BaseUrl = LOCAL_SERVER,
@@ -174,10 +181,10 @@ def chat(
         talk(Conversation.at(server, options, system), text, Console())
 
 
-@app.command("ls")
+@app.command("ls", rich_help_panel=MODELS)
 def list_models(
     catalogue: Annotated[
-        bool, typer.Option("--catalogue", help="List the names that can be pulled instead")
+        bool, typer.Option("--catalogue", help="List the names that can be pulled")
     ] = False,
     config: ConfigFile = None,
 ) -> None:
@@ -190,7 +197,7 @@ def list_models(
     show(table)
 
 
-@app.command("ps")
+@app.command("ps", rich_help_panel=MODELS)
 def list_running(base_url: BaseUrl = LOCAL_SERVER, api_key: ApiKey = None) -> None:
     """List the models that a server has loaded."""
     from rekindle.cli.models import running_models, running_table
@@ -198,9 +205,9 @@ def list_running(base_url: BaseUrl = LOCAL_SERVER, api_key: ApiKey = None) -> No
     show(running_table(running_models(base_url, api_key)))
 
 
-@app.command("show")
+@app.command("show", rich_help_panel=MODELS)
 def show_model(name: PulledName, config: ConfigFile = None) -> None:
-    """Show what is known about a model on this machine."""
+    """Describe a model on this machine."""
     from rekindle.cli.models import model_table
     from rekindle.models.local import find_pulled_model
 
@@ -208,33 +215,35 @@ def show_model(name: PulledName, config: ConfigFile = None) -> None:
     show(model_table(find_pulled_model(name, models_dir)))
 
 
-@app.command("rm")
+@app.command("rm", rich_help_panel=MODELS)
 def remove_models(
     names: Annotated[list[str], typer.Argument(help="Names from `rekindle ls`")],
     config: ConfigFile = None,
 ) -> None:
-    """Remove models from this machine. If one of them does not exist, none is removed."""
+    """Delete models from this machine.
+
+    If one of them does not exist, none is deleted."""
     from rekindle.models.local import find_pulled_model, remove
 
     models_dir = load_config({}, file=config).models_dir
     for model in [find_pulled_model(name, models_dir) for name in dict.fromkeys(names)]:
         freed = decimal(remove(model, models_dir))
-        Console().print(f"{model.name} is removed, {freed} freed", markup=False, highlight=False)
+        Console().print(f"{model.name} is deleted, {freed} freed", markup=False, highlight=False)
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def bench(
     base_url: BaseUrl = LOCAL_SERVER,
     model: Annotated[str | None, typer.Option(help="Name of the model")] = None,
     api_key: ApiKey = None,
-    output: Annotated[Path, typer.Option(help="Folder for bench.json")] = Path("bench-results"),
+    output: Annotated[Path, typer.Option(help="Folder of bench.json")] = Path("bench-results"),
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only the cache and replies, within a minute")
+        bool, typer.Option("--quick", help="Measure the cache and replies only, within a minute")
     ] = False,
     png: Annotated[
-        Path | None, typer.Option(help="Draw an image into this file; needs matplotlib")
+        Path | None, typer.Option(help="Draw the chart into this PNG file; needs matplotlib")
     ] = None,
-    html: Annotated[Path | None, typer.Option(help="Draw a page into this file")] = None,
+    html: Annotated[Path | None, typer.Option(help="Draw the chart into this HTML file")] = None,
 ) -> None:
     """Measure any OpenAI-compatible server: cold and warm turns, concurrency, decode speed."""
     with QuietImports():
@@ -256,7 +265,7 @@ def bench(
     console.print(f"Written: {files}", markup=False, highlight=False, soft_wrap=True)
 
 
-@app.command("build-gpu")
+@app.command("build-gpu", rich_help_panel=MACHINE)
 def build_gpu(
     kind: Annotated[
         BuildKind | None,
@@ -285,7 +294,7 @@ def build_gpu(
     typer.echo(build.build_gpu(options, console))
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def selftest(
     model: Annotated[str, typer.Argument(help="Model to check with")] = DEFAULT_MODEL,
     output: Annotated[Path, typer.Option(help="File for the report")] = Path(
@@ -293,14 +302,14 @@ def selftest(
     ),
     config: ConfigFile = None,
 ) -> None:
-    """Check the results and the speed on this machine, and write a report for an issue."""
+    """Check correctness and speed on this machine, and write a report to attach to an issue."""
     from rekindle.cli.selftest import selftest as run_checks
 
     if not run_checks(load_config({}, file=config), model, output, console):
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(rich_help_panel=STATE)
 def key(
     name: Annotated[str, typer.Argument(help="Name of the key's owner")],
     file: Annotated[
@@ -322,15 +331,15 @@ def key(
         typer.echo(line)
 
 
-@app.command("config")
+@app.command("config", rich_help_panel=STATE)
 def show_config(
     config: ConfigFile = None,
     given: Annotated[
-        bool, typer.Option("--given", help="Leave out settings with defaults")
+        bool, typer.Option("--given", help="Show only settings that were changed")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show every setting in force, and whether a file, a variable or a default has set it."""
+    """Show the settings in force, and where each value comes from."""
     from rekindle.cli.config import settings_table, values_in_force
 
     settings = load_config({}, file=config)

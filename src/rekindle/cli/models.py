@@ -15,13 +15,24 @@ from rich.text import Text
 
 from rekindle.cli.cache_client import CacheClient
 from rekindle.cli.cache_views import ago, pairs, plain
-from rekindle.models.catalogue import CATALOGUE
+from rekindle.models.catalogue import (
+    CATALOGUE,
+    DEFAULT_EMBEDDING_MODEL,
+    DEFAULT_MODEL,
+    DEFAULT_VISION_MODEL,
+)
 from rekindle.models.families import FAMILIES
 from rekindle.models.folder import CONFIG, read_json
 from rekindle.models.gguf import check_gguf, summarise_gguf
 from rekindle.models.gguf_files import best_projector
 from rekindle.models.local import PulledModel
 
+#: What the small models of the catalogue are for.
+DEMOS = {
+    DEFAULT_MODEL: "first steps",
+    DEFAULT_VISION_MODEL: "first steps with images",
+    DEFAULT_EMBEDDING_MODEL: "embeddings",
+}
 #: The quantisation in the name of a file.
 QUANT = re.compile(r"(?<![a-z0-9])(i?q\d(_[a-z0-9]+)*|b?f16|f32|mxfp4)(?![a-z0-9_])", re.IGNORECASE)
 #: Fields of a GGUF header that `show` prints under another name.
@@ -31,14 +42,16 @@ FIELDS = {"licence": "general.license", "made by": "general.organization"}
 def models_table(models: Sequence[PulledModel]) -> RenderableType:
     """One line per pulled model."""
     if not models:
-        return Text("No model was pulled yet. Try `rekindle run`, or `rekindle pull qwen3:0.6b`.")
+        return Text(
+            "There are no models here yet. Try `rekindle run`, or `rekindle pull qwen3:0.6b`."
+        )
     rows = ((model.name, decimal(model.size_bytes), ago(model.pulled_s)) for model in models)
     return _table(("name", "size", "pulled"), rows)
 
 
 def catalogue_table() -> RenderableType:
     """One line per name that can be pulled."""
-    rows = [(name, "", "demo, from PyPI") for name in CATALOGUE]
+    rows = [(name, "", f"{DEMOS[name]}, from PyPI") for name in CATALOGUE]
     for name, family in FAMILIES.items():
         rows.append((name, ", ".join(family.members), family.kind))
     return _table(("name", "sizes", "for"), rows)

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from rekindle.cli.cache import LOCAL_SERVER
+from rekindle.cli.cache_client import NoServer, connect, key_problem
 from rekindle.cli.chat import DEFAULT_MODEL, ChatServer
 from rekindle.cli.interrupts import QuietImports
 from rekindle.config import Config, load_config
@@ -22,41 +23,21 @@ from rekindle.models.families import find_in_families
 TIMEOUT = httpx.Timeout(10, connect=2)
 
 
-class NoServer(RekindleError):
-    """No server answers at this URL."""
-
-    def __init__(self, base_url: str) -> None:
-        super().__init__(
-            f"no server answers at {base_url}. Start one with `rekindle serve` in another "
-            "terminal, or use `rekindle run`, which starts one for the time of the chat."
-        )
-
-
 def served_models(
     base_url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
 ) -> list[str]:
     """Ask a server for its models. Raises NoServer, or RekindleError if it refuses the key."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    url = f"{base_url.rstrip('/')}/models"
-    try:
-        with httpx.Client(headers=headers, timeout=TIMEOUT, transport=transport) as client:
-            answer = client.get(url)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        raise NoServer(base_url) from None
+    with connect(base_url, api_key, TIMEOUT, transport) as client:
+        answer = client.get(f"{base_url.rstrip('/')}/models")
     if answer.status_code in (401, 403):
-        raise RekindleError(_refusal(base_url, api_key))
+        raise RekindleError(key_problem(base_url, api_key))
     try:
         return [str(model["id"]) for model in answer.json()["data"]]
     except (ValueError, KeyError, TypeError):
         raise RekindleError(
-            f"what answers at {base_url} is not an OpenAI-compatible server: check --base-url"
+            f"the server at {base_url} is not OpenAI-compatible. Check --base-url: it usually ends "
+            "with /v1."
         ) from None
-
-
-def _refusal(base_url: str, api_key: str | None) -> str:
-    if api_key:
-        return f"the server at {base_url} does not know this API key: check --api-key"
-    return f"the server at {base_url} needs an API key: give --api-key or set REKINDLE_API_KEY"
 
 
 @contextmanager
@@ -65,9 +46,11 @@ def running_server(server: ChatServer, console: Console) -> Iterator[ChatServer]
     raises NoServer."""
     try:
         served_models(server.base_url, server.api_key)
-    except NoServer:
-        if server.base_url != LOCAL_SERVER or not _wants_server(console):
+    except NoServer as error:
+        if server.base_url != LOCAL_SERVER:
             raise
+        if not _wants_server(console):
+            raise RekindleError(f"{error} `rekindle run` chats without a server.") from None
     else:
         yield server
         return

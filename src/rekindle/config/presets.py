@@ -15,7 +15,7 @@ Spell = Callable[[str], str]  # the name of a setting as its source writes it
 def unknown_setting(name: str, known: Iterable[str], spell: Spell) -> str:
     """The error message about an unknown setting, with the closest known name."""
     close = difflib.get_close_matches(name, list(known), 1)
-    hint = f"; did you mean {spell(close[0])}?" if close else ""
+    hint = f"; did you mean {spell(close[0]).partition(' in ')[0]}?" if close else ""
     return f"unknown setting {spell(name)}{hint}"
 
 

@@ -70,15 +70,19 @@ Folders = Annotated[tuple[Path, ...], BeforeValidator(split_commas)]
 _server = partial(Setting, "Server")
 _access = partial(Setting, "Access")
 _cache = partial(Setting, "Cache")
-_replies = partial(Setting, "Replies")
-_request_default = Setting("Replies", "Default of the request field of this name", flag=False)
+_replies = partial(Setting, "Responses")
+_request_default = Setting(
+    "Responses", "Value for requests that do not have this field", flag=False
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config(RuntimeSettings):
     model: Annotated[
         Names,
-        _server("Catalogue name, GGUF file, MLX folder or org/repo[:quant]; repeatable", "smollm2"),
+        _server(
+            "Catalogue name, GGUF file, model folder or org/repo[:quant]; repeatable", "smollm2"
+        ),
     ] = ()
     any_model_name: Annotated[
         bool, _server("Answer requests for unknown models with the model that is served")
@@ -87,11 +91,13 @@ class Config(RuntimeSettings):
         Aliases, _server("Other names of models; * stands for any text", flag=False)
     ] = dataclasses.field(default_factory=dict)
     embedding_model: Annotated[
-        Names, _server("Embedding model or reranker; repeatable; without a value minilm")
+        Names, _server("Embedding model or reranker; minilm if no value follows; repeatable")
     ] = ()
     vlm: Annotated[
         bool | None,
-        _server("Accept images; default model smollm2-shapes", "if there is a projector"),
+        _server(
+            "Accept images; the default model is then smollm2-shapes", "if there is a projector"
+        ),
     ] = None
     mmproj: Annotated[
         Path | None, _server("Projector of the model, a GGUF file", "mmproj*.gguf in its folder")
@@ -100,7 +106,7 @@ class Config(RuntimeSettings):
         Path | None, _server("Folder of a LoRA adapter; only for models in MLX's format")
     ] = None
     host: Annotated[Name, _server("Address to listen on")] = "127.0.0.1"
-    port: Annotated[Port, _server("Port to listen on; 0: any free port")] = 8080
+    port: Annotated[Port, _server("Port to listen on; 0 for any free port")] = 8080
     ollama_port: Annotated[
         OptionalPort, _server("Second port, for clients that expect Ollama: 11434", "none")
     ] = None
@@ -137,8 +143,12 @@ class Config(RuntimeSettings):
     ] = ()
     no_auth: Annotated[bool, _access("Allow a public address without API keys")] = False
     context_cache: Annotated[bool, _cache("Reuse cached state")] = True
-    exact: Annotated[bool, _cache("Make warm replies bit-identical to cold ones")] = False
-    force_cache: Annotated[bool, _cache("Name conversations that have no name")] = False
+    exact: Annotated[
+        bool, _cache("Make responses with reuse bit-identical to responses without")
+    ] = False
+    force_cache: Annotated[
+        bool, _cache("Recognise conversations without a name by a fingerprint")
+    ] = False
     normalise: Annotated[
         bool, _cache("Normalise parts of prompts that change with every request")
     ] = True
@@ -147,10 +157,10 @@ class Config(RuntimeSettings):
     ] = dataclasses.field(default_factory=dict)
     max_tokens: Annotated[
         OptionalTokens,
-        _replies("Default limit of a chat reply in tokens", "the model's own in the catalogue"),
+        _replies("Default limit of a chat response in tokens", "the model's own in the catalogue"),
     ] = None
     completion_max_tokens: Annotated[
-        OptionalTokens, _replies("The same for /v1/completions; null in the file: none")
+        OptionalTokens, _replies("Default limit of a completion in tokens; null in the file: none")
     ] = 100
     prefill_assistant: Annotated[
         bool, _replies("Continue a final assistant message, as llama.cpp does")

@@ -58,9 +58,9 @@ def _kind(ready: Ready) -> str:
 def _context(ready: Ready) -> str:
     if ready.dimensions:
         kind = "reranker" if ready.ranks else f"embeddings of {ready.dimensions} dimensions"
-        return f"{kind}, inputs of up to {ready.context_tokens} tokens"
+        return f"{kind}, inputs of up to {ready.context_tokens:,} tokens"
     vision = ", reads images" if IMAGE in ready.modalities else ""
-    return f"context of {ready.context_tokens} tokens{vision}"
+    return f"context of {ready.context_tokens:,} tokens{vision}"
 
 
 def _engine(config: Config, ready: Ready) -> str:
@@ -124,7 +124,8 @@ def conversations_line(config: Config, models: Sequence[Ready]) -> str:
     counts = [each.conversations for each in on_disk if each.conversations is not None]
     if len(counts) < len(on_disk):
         return f"Conversations are kept in {folder}, which is still being read"
-    count = sum(counts)
+    if not (count := sum(counts)):
+        return f"Conversations are kept in {folder}, which is empty"
     return f"{count:,} {'conversation' if count == 1 else 'conversations'} found in {folder}"
 
 

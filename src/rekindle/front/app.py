@@ -97,7 +97,8 @@ def build_app(
     app = DocumentedApp(
         title="Rekindle",
         version=__version__,
-        summary="An OpenAI-compatible server that never computes the same prompt twice.",
+        summary="An OpenAI-compatible inference server that keeps and reuses the KV cache of every "
+        "conversation.",
         lifespan=partial(_lifespan, config, models),
         redirect_slashes=False,  # a redirect would echo a forged Host header
         docs_url=None,  # FastAPI's pages load scripts from a CDN

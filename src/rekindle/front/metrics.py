@@ -41,7 +41,7 @@ COUNTERS = {
     "computed_tokens": "Computed tokens of prompts and replies.",
     "reused_tokens": "Prompt tokens that were reused.",
     "hits": "Turns that reused everything they could.",
-    "partial_hits": "Turns that reused a part.",
+    "partial_hits": "Turns that reused part of what they could.",
     "misses": "Turns that reused no message content.",
     "disk_written_bytes": "State written to disk.",
     "disk_read_bytes": "State read from disk.",

@@ -89,7 +89,14 @@ def find_pulled_model(name: str, models_dir: Path) -> PulledModel:
     pulled = pulled_models(models_dir)
     if exact := [model for model in pulled if model.name == name]:
         return exact[0]
-    match locate(name, models_dir):
+    try:
+        source = locate(name, models_dir)
+    except ModelError:
+        raise ModelError(
+            f"No model on this machine is called {name!r}. `rekindle ls` lists the models that are "
+            "here."
+        ) from None
+    match source:
         case Path() as path:
             raise ModelError(
                 f"{path} is a file or folder of yours, not a pulled model. Name a model that "
@@ -97,7 +104,7 @@ def find_pulled_model(name: str, models_dir: Path) -> PulledModel:
             )
         case PackagedModel(path=path):
             found = [model for model in pulled if model.path == path]
-        case HubModel() as source:
+        case HubModel():
             found = _of_source(source, pulled)
     if found:
         return found[0]

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rekindle.config")
 
-Group = Literal["Server", "Access", "Engine", "Cache", "Replies"]  # headings of `--help`, in order
+Group = Literal[
+    "Server", "Access", "Engine", "Cache", "Responses"
+]  # headings of `--help`, in order
 WritePolicy = Literal["always", "named", "likely", "on-evict"]
 EvictionPolicy = Literal["hit-density", "lru"]
 Normaliser = Literal[
@@ -189,7 +191,7 @@ class RuntimeSettings:
     threads: Annotated[
         OptionalThreads,
         _engine(
-            "CPU threads at most; fewer compute while other programs use cores",
+            "CPU threads at most; turns that are not exact leave cores to other programs",
             f"one per core, at most {THREADS_LIMIT}",
         ),
     ] = None

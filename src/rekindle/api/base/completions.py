@@ -83,10 +83,10 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
     )
     stop: Stop | None = None
     stop_token_ids: StopTokens | None = Field(
-        None, description="vLLM: tokens that end the reply, besides the model's own"
+        None, description="vLLM: tokens that end the response, in addition to the model's own"
     )
     bad_words: BadWords | None = Field(
-        None, description="vLLM: texts that the reply must not contain"
+        None, description="vLLM: texts that the response must not contain"
     )
     truncate_prompt_tokens: TokenLimit | None = Field(
         None, description="vLLM: use only the last tokens of the prompt; -1 for as many as fit"
@@ -130,7 +130,8 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
     prompt_cache_retention: CacheRetention | None = None
     kv_bits: KvBits | None = Field(None, description="Bits of a quantised KV cell")
     kv_group_size: KvGroupSize | None = Field(
-        None, description="A wish: `x_cache.kv_group_size` reports the size that the engine used"
+        None,
+        description="Preferred group size. `x_cache.kv_group_size` reports the one that was used",
     )
     kv_quantization_start: KvStart | None = Field(
         None, description="Number of tokens after which KV cells are quantised"

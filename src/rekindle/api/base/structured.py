@@ -130,14 +130,22 @@ class StructuredFields(BaseModel):
 
     response_format: ResponseFormat | None = None
     grammar: Annotated[GrammarText | None, EMPTY_IS_NONE] = Field(
-        None, description="llama.cpp: a GBNF or Lark grammar for the reply"
+        None, description="llama.cpp: a GBNF or Lark grammar for the response"
     )
-    json_schema: Schema | None = Field(None, description="llama.cpp: a JSON schema for the reply")
-    guided_json: SchemaOrText | None = Field(None, description="vLLM: a JSON schema for the reply")
-    guided_regex: Regex | None = Field(None, description="vLLM: a regular expression for the reply")
-    guided_choice: Choices | None = Field(None, description="vLLM: the reply is one of these texts")
+    json_schema: Schema | None = Field(
+        None, description="llama.cpp: a JSON schema for the response"
+    )
+    guided_json: SchemaOrText | None = Field(
+        None, description="vLLM: a JSON schema for the response"
+    )
+    guided_regex: Regex | None = Field(
+        None, description="vLLM: a regular expression for the response"
+    )
+    guided_choice: Choices | None = Field(
+        None, description="vLLM: the response is one of these texts"
+    )
     guided_grammar: GrammarText | None = Field(
-        None, description="vLLM: a GBNF or Lark grammar for the reply"
+        None, description="vLLM: a GBNF or Lark grammar for the response"
     )
     structured_outputs: StructuredOutputs | None = Field(
         None, description="vLLM: one of the constraints above"

@@ -149,7 +149,7 @@ class NativeRequest(CompletionsBase):
     return_tokens: bool | None = None
     cache_prompt: bool | None = None
     t_max_predict_ms: float | None = Field(
-        None, ge=-1, le=1e9, description="Ends a reply after its first line"
+        None, ge=-1, le=1e9, description="Ends a response after its first line"
     )
     response_fields: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
 

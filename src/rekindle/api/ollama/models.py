@@ -54,7 +54,7 @@ async def version() -> Response:
 
 @router.get("/api/tags")
 async def tags(request: Request) -> Response:
-    """List the models that this server answers with."""
+    """List the models that this server serves."""
     return JsonResponse({"models": [_model(runtime) for runtime in models_of(request).all]})
 
 

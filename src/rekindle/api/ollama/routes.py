@@ -40,7 +40,7 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
 
 @router.post("/api/generate")
 async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
-    """Answer a prompt. With `context` of an earlier answer, continue that conversation."""
+    """Answer a prompt. With the `context` of an earlier response, continue that conversation."""
     models = models_of(request)
     runtime = models.runtime(bare(body.model, models))
     if not body.prompt:

@@ -193,7 +193,7 @@ class OllamaGenerateRequest(RequestBase):
     prompt: Text = ""
     system: Text | None = None
     images: Images | None = None
-    context: Tokens | None = Field(None, description="Tokens of an earlier answer to continue")
+    context: Tokens | None = Field(None, description="Tokens of an earlier response to continue")
     raw: bool | None = Field(None, description="Use the prompt without a template")
 
     @model_validator(mode="after")

@@ -51,7 +51,7 @@ async def create_completion(
 
 @models_router.get("/v1/models")
 async def list_models(request: Request) -> Response:
-    """List the models that this server answers with."""
+    """List the models that this server serves."""
     models = models_of(request)
     listed = [_model(runtime, models) for runtime in models.all]
     native = [_native_model(runtime) for runtime in models.all]

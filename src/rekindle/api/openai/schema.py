@@ -166,7 +166,7 @@ class ChatRequest(CompletionsBase):
         None, description="False: the prompt ends with the last message"
     )
     continue_final_message: bool | None = Field(
-        None, description="The reply continues the last message, which must be the assistant's"
+        None, description="The response continues the last message, which must be the assistant's"
     )
     prefill_progress: PrefillProgress | None = None
     resize: Resize | None = Field(None, description="The size that every image is scaled to")
@@ -272,12 +272,12 @@ class CompletionRequest(CompletionsBase):
 
     prompt: PromptInput
     logprobs: TopLogprobs | None = None
-    echo: bool | None = Field(None, description="The text of the answer begins with the prompt")
+    echo: bool | None = Field(None, description="The text of the response begins with the prompt")
     suffix: Text | None = Field(
-        None, description="Text behind the answer, for models that can fill in the middle"
+        None, description="Text after the response, for models that can fill in the middle"
     )
     best_of: Annotated[int, Field(ge=1, le=32), WHOLE] | None = Field(
-        None, description="Generate this many answers and return the `n` likeliest ones"
+        None, description="Generate this many responses and return the `n` most likely ones"
     )
 
     @property

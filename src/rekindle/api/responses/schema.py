@@ -252,7 +252,7 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
     stream: bool | None = None
     store: bool | None = Field(None, description="Whether to store the response; true by default")
     background: bool | None = Field(
-        None, description="Whether to answer immediately and to compute the response afterwards"
+        None, description="Whether to return immediately and compute the response in the background"
     )
     include: Annotated[list[str], Field(max_length=32)] | None = None
     generate: bool | None = Field(
