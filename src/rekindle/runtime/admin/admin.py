@@ -18,6 +18,7 @@ from rekindle.kvcache.entries.entry import Draft, Entry, cost_bytes
 from rekindle.protocol import admin as ops
 from rekindle.protocol.events import Reason
 from rekindle.runtime.admin.cache_info import CacheInfo, View
+from rekindle.runtime.admin.prefix_tree import TreeView
 from rekindle.runtime.admin.state_transfer import Offload, StateTransfer
 from rekindle.runtime.encode.input_processor import InputProcessor
 from rekindle.runtime.encode.request import EncodedPrompt
@@ -53,6 +54,7 @@ class Admin:
     planner: Planner
     cache_info: CacheInfo
     state_transfer: StateTransfer
+    tree_view: TreeView
 
     def answer(  # noqa: C901 -- one case per operation
         self, request: ops.AdminRequest, prompt: EncodedPrompt | None, reply: Reply
@@ -68,6 +70,10 @@ class Admin:
                 reply((yield from self.cache_info.page(op, view, own)))
             case ops.GetStats() as op:
                 reply((yield from self.cache_info.stats(op, view)))
+            case ops.ShowTree() as op:
+                reply((yield from self.tree_view.show(op, view)))
+            case ops.ShowBranch(key):
+                reply(self.tree_view.text(key, own))
             case ops.ShowEntry(key):
                 reply(self._show(self._find(view, own, key), view, own))
             case ops.Flush(key):
