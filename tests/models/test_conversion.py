@@ -133,7 +133,7 @@ def test_a_disk_that_becomes_full_leaves_nothing(folder: Path, models_dir: Path)
 
 
 SLOW = """
-import sys, time
+import signal, sys, time
 from pathlib import Path
 from rekindle.models import weights
 from rekindle.models.conversion import convert
@@ -144,6 +144,7 @@ class Slow(RecordedProgress):
         print(size_bytes, flush=True)
         time.sleep(0.05)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if the tests run in background
 weights.CHUNK_BYTES = 4096
 convert(Path(sys.argv[1]), models_dir=Path(sys.argv[2]), progress=Slow())
 """

@@ -112,8 +112,9 @@ class Crowd:
             [first, going := asyncio.ensure_future(self.may_go_on.wait())],
             return_when=asyncio.FIRST_COMPLETED,
         )
-        if first.done() and not self.may_go_on.is_set():
-            self.refused += 1
+        # A stream that waits for three seconds begins with status 200.
+        is_early = first.done() and not self.may_go_on.is_set()
+        self.refused += is_early and int(first.result().split()[1]) != httpx.codes.OK
         going.cancel()
         if not first.done() and habit in (Habit.HANGS_UP, Habit.RESETS):
             first.cancel()
