@@ -538,7 +538,7 @@ function Composer({ isBusy, takesImages, onSend, onStop }: ComposerProps) {
         }}
         onPaste={(event) => void attach(event.clipboardData?.files ?? [])}
       />
-      <input ref={file} class="hidden" type="file" accept="image/*" multiple tabIndex={-1} aria-label={texts.chat.attach} onChange={(event) => {
+      <input ref={file} hidden type="file" accept="image/*" multiple onChange={(event) => {
         void attach(event.currentTarget.files ?? []);
         event.currentTarget.value = "";
       }} />

@@ -84,6 +84,7 @@ function Page({ onSignedOut }: { onSignedOut: () => void }) {
   useEffect(() => {
     const follow = () => setView(currentView());
     addEventListener("hashchange", follow);
+    follow(); // the address may have changed before this page listened
     return () => removeEventListener("hashchange", follow);
   }, []);
   useEffect(() => {

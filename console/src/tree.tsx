@@ -85,7 +85,7 @@ function PrefixTree({ tree }: { tree: Tree }) {
               width={width}
               height={each.rows * row}
               role="button"
-              tabIndex={each.place === focused ? 0 : -1}
+              tabindex={each.place === focused ? 0 : -1}
               aria-label={name}
               onClick={() => (setChosen(each), setFocused(each.place))}
               onKeyDown={(event) => move(event, each)}
