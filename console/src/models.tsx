@@ -5,39 +5,33 @@ import { ApiError, blocks, json, post, request, type Live, type LiveModel } from
 import { bytes, count } from "./format";
 import { texts } from "./texts";
 
-interface Listed {
-  id: string;
-  status?: string;
-  max_model_len?: number | null;
-  modalities?: string[];
-  progress?: number | null;
-}
+type State = "loaded" | "loading" | "unloaded" | "failed";
 
-interface Process {
-  model: string;
-  pid: number | null;
-  memory_bytes: number | null;
+interface Listed {
+  name: string;
+  kind: "text" | "embedding";
+  status: State;
+  loading?: number;
+  error?: string;
+  keep_loaded: boolean;
+  size_bytes: number;
+  memory_bytes: number;
+  context_tokens?: number;
 }
 
 export function ModelsView({ live }: { live: Live }) {
   const [listed, setListed] = useState<Listed[] | null>(null);
-  const [processes, setProcesses] = useState<Process[]>([]);
   const [problem, setProblem] = useState("");
-  const refresh = async () => {
-    const found = await json<{ data: Listed[] }>("/v1/models");
-    setListed(found.data);
-    const running = await json<{ processes: Process[] }>("/management/processes").catch(() => ({ processes: [] }));
-    setProcesses(running.processes);
-  };
+  const refresh = async () => setListed((await json<{ models: Listed[] }>("/v1/internal/model/list")).models);
   useEffect(() => {
-    void refresh().catch(() => setListed([]));
-    const timer = setInterval(() => void refresh().catch(() => undefined), 3000);
+    void refresh().catch((error) => (setListed([]), setProblem(explain(error))));
+    const timer = setInterval(() => void refresh().catch(() => undefined), 2000);
     return () => clearInterval(timer);
   }, []);
   const change = async (action: "load" | "unload", model: string) => {
     setProblem("");
     try {
-      await post(`/v1/internal/model/${action}`, { model_name: model });
+      await post(`/v1/internal/model/${action}`, { model });
     } catch (error) {
       setProblem(explain(error));
     }
@@ -52,10 +46,9 @@ export function ModelsView({ live }: { live: Live }) {
         <div class="cards">
           {listed.map((model) => (
             <ModelCard
-              key={model.id}
+              key={model.name}
               model={model}
-              live={live.snapshot?.models.find((each) => each.id === model.id)}
-              process={processes.find((each) => each.model === model.id)}
+              live={live.snapshot?.models.find((each) => each.id === model.name)}
               onChange={change}
             />
           ))}
@@ -75,34 +68,28 @@ const explain = (error: unknown): string => {
 interface CardProps {
   model: Listed;
   live: LiveModel | undefined;
-  process: Process | undefined;
   onChange: (action: "load" | "unload", model: string) => void;
 }
 
-const STATES: Record<string, string> = {
-  loaded: texts.models.loaded,
-  loading: texts.models.loading,
-  unloaded: texts.models.unloaded,
-  failed: texts.models.failed,
-};
-
-function ModelCard({ model, live, process, onChange }: CardProps) {
-  const state = model.status ?? (live?.is_ready === false ? "loading" : "loaded");
+function ModelCard({ model, live, onChange }: CardProps) {
+  const { status } = model;
   const facts: [string, string | null][] = [
-    [texts.models.context, model.max_model_len ? count(model.max_model_len) : null],
-    [texts.models.inputs, model.modalities?.join(", ") ?? null],
-    [texts.models.memory, process?.memory_bytes ? bytes(process.memory_bytes) : null],
+    [texts.models.context, model.context_tokens ? texts.models.tokens(count(model.context_tokens)) : null],
+    [texts.models.inputs, live?.modalities.join(", ") || null],
+    [texts.models.file, bytes(model.size_bytes)],
+    [texts.models.memory, model.memory_bytes ? bytes(model.memory_bytes) : null],
     [texts.models.prefill, live?.prefill_tokens_per_s ? texts.turn.rate(count(live.prefill_tokens_per_s)) : null],
   ];
+  const problem = model.error ?? (status === "loading" ? null : live?.reason);
   return (
-    <article class="card" aria-label={model.id}>
-      <h2>{model.id}</h2>
-      <p class={`state ${state}`}>{STATES[state] ?? state}{live?.reason && state !== "unloaded" ? `: ${live.reason}` : ""}</p>
-      {state === "loading" && <progress max={1} value={model.progress ?? undefined} aria-label={texts.models.loading} />}
+    <article class="card" aria-label={model.name}>
+      <h2>{model.name}</h2>
+      <p class={`state ${status}`}>{texts.models[status]}{problem && status !== "unloaded" ? `: ${problem}` : ""}</p>
+      {status === "loading" && <progress max={1} value={model.loading} aria-label={texts.models.loading} />}
       <dl>{facts.filter(([, value]) => value).map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
-      {model.status && (state === "loaded"
-        ? <button type="button" onClick={() => onChange("unload", model.id)}>{texts.models.unload}</button>
-        : state !== "loading" && <button type="button" onClick={() => onChange("load", model.id)}>{texts.models.load}</button>)}
+      {status === "loaded" || status === "loading"
+        ? <button type="button" onClick={() => onChange("unload", model.name)}>{texts.models.unload}</button>
+        : <button type="button" onClick={() => onChange("load", model.name)}>{texts.models.load}</button>}
     </article>
   );
 }
@@ -157,26 +144,28 @@ function Pull({ onPulled }: { onPulled: () => void }) {
 }
 
 interface Setting {
-  name: string;
-  value: string;
-  source: string;
+  value: unknown;
+  from: string;
 }
 
+const shown = (value: unknown): string =>
+  value === null || (Array.isArray(value) && !value.length) ? texts.models.unset : Array.isArray(value) ? value.join(", ") : String(value);
+
 function SettingsInForce() {
-  const [settings, setSettings] = useState<Setting[]>([]);
+  const [settings, setSettings] = useState<[string, Setting][]>([]);
   useEffect(() => {
-    void json<{ settings: Setting[] }>("/v1/internal/settings").then((found) => setSettings(found.settings), () => undefined);
+    void json<{ settings: Record<string, Setting> }>("/v1/internal/settings").then((found) => setSettings(Object.entries(found.settings)), () => undefined);
   }, []);
   if (!settings.length) return null;
   return (
     <section>
       <details>
         <summary>{texts.models.settings}</summary>
-        <div class="wide">
+        <div class="wide" tabIndex={0} role="region" aria-label={texts.models.settings}>
           <table>
             <tbody>
-              {settings.map(({ name, value, source }) => (
-                <tr key={name}><th scope="row"><code>{name}</code></th><td>{value}</td><td class="note">{texts.models.from} {source}</td></tr>
+              {settings.map(([name, { value, from }]) => (
+                <tr key={name}><th scope="row"><code>{name}</code></th><td>{shown(value)}</td><td class="note">{from}</td></tr>
               ))}
             </tbody>
           </table>

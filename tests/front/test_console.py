@@ -107,6 +107,17 @@ def test_curl_gets_a_text(accept: str) -> None:
     assert "model tiny: 4096 tokens\nmodel other: loading\n" in answer.text
 
 
+def test_an_admin_sees_the_settings_without_secrets() -> None:
+    front = Front(api_key=("hush-7",), admin_key=("root",), temperature=0.5)
+    answer = front.get("/v1/internal/settings", headers={"authorization": "Bearer root"})
+    shown = answer.json()["settings"]
+    assert shown["temperature"] == {"value": 0.5, "from": "default"}
+    assert shown["api_key"]["value"] == "(hidden)"
+    assert "hush-7" not in answer.text
+    tenant = front.get("/v1/internal/settings", headers={"authorization": "Bearer hush-7"})
+    assert tenant.status_code == 403
+
+
 def test_each_link_is_served() -> None:
     for link in console.LINKS.values():
         assert "is not served here" not in Front().get(link).text

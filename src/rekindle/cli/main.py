@@ -331,7 +331,8 @@ def show_config(
     as_json: AsJson = False,
 ) -> None:
     """Show every setting in force, and whether a file, a variable or a default has set it."""
-    from rekindle.cli.config import settings_table, values_in_force
+    from rekindle.cli.config import settings_table
+    from rekindle.config import values_in_force
 
     settings = load_config({}, file=config)
     if as_json:

@@ -24,7 +24,7 @@ from rekindle.api.base import fields
 from rekindle.api.base.documents import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.base.models import ServedModels
 from rekindle.api.base.request import MEDIA
-from rekindle.api.cache import entries, files, internal, live, prepare, stats, tree
+from rekindle.api.cache import entries, files, internal, live, prepare, stats
 from rekindle.api.llama_server import routes as llama_server
 from rekindle.api.llama_server.errors import LLAMA_ERRORS, speaks_llama_server
 from rekindle.api.ollama import embed as ollama_embed
@@ -79,7 +79,6 @@ ROUTERS = (
     prepare.router,
     files.router,
     stats.router,
-    tree.router,
     live.router,
     entries.listing_router,
     entries.router,
@@ -87,6 +86,7 @@ ROUTERS = (
     tokens.router,
     metrics.router,
     docs.router,
+    console.settings_router,
     console.router,
 )
 

@@ -13,13 +13,15 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from rekindle.api.base.models import models_of
-from rekindle.errors import NotFound
+from rekindle.config import values_in_force
+from rekindle.errors import Forbidden, NotFound
 from rekindle.http.auth import caller_of
-from rekindle.http.responses import JsonResponse
+from rekindle.http.responses import JsonResponse, documented
 from rekindle.version import __version__
 from rekindle.worker.client import RuntimeClient
 
@@ -51,6 +53,18 @@ PAGE_HEADERS = {
 }
 
 router = APIRouter(tags=["pages"], include_in_schema=False)
+settings_router = APIRouter(tags=["server"])
+
+
+class SettingBody(BaseModel):
+    model_config = ConfigDict(populate_by_name=True)
+
+    value: Any
+    origin: str = Field(alias="from", description="A file, a variable, a flag, or `default`")
+
+
+class SettingsInForce(BaseModel):
+    settings: dict[str, SettingBody]
 
 
 @router.get("/")
@@ -61,6 +75,18 @@ async def show_console(request: Request) -> Response:
         return HTMLResponse(_file("index.html"), headers=PAGE_HEADERS)
     found = _description(request)
     return JsonResponse(found) if "json" in accept else PlainTextResponse(_text(found))
+
+
+@settings_router.get("/v1/internal/settings", responses=documented(403))
+async def show_settings(request: Request) -> SettingsInForce:
+    """Show the settings in force and where each comes from. With API keys, this needs an admin key.
+
+    Secrets are hidden.
+    """
+    if not caller_of(request).admin:
+        raise Forbidden("The settings belong to the operator, so this endpoint needs an admin key.")
+    values = values_in_force(models_of(request).config)
+    return SettingsInForce(settings={name: SettingBody(**each) for name, each in values.items()})
 
 
 @router.get("/console/{name}")

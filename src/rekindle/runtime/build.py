@@ -17,7 +17,6 @@ from rekindle.protocol.frames import LogLine
 from rekindle.protocol.settings import AUTO, RuntimeSettings
 from rekindle.runtime.admin.admin import Admin
 from rekindle.runtime.admin.cache_info import CacheInfo
-from rekindle.runtime.admin.prefix_tree import TreeView
 from rekindle.runtime.admin.state_transfer import StateTransfer
 from rekindle.runtime.device.images import PictureEncoder
 from rekindle.runtime.device.kv_manager import KvManager
@@ -96,10 +95,6 @@ def build(
         storage, planner, preview, kv.counts, pipeline.statuses, lambda: scheduler.turns
     )
     transfer = StateTransfer(engine, storage, kv.export)
-    tree_view = TreeView(storage.store, engine.tokenizer)
-    admin = Admin(
-        storage, input_processor, sessions, kv.export, planner, cache_info, transfer, tree_view
-    )
     return Runtime(
         engine=engine,
         storage=storage,
@@ -110,7 +105,7 @@ def build(
         pipeline=pipeline,
         scheduler=scheduler,
         cache_info=cache_info,
-        admin=admin,
+        admin=Admin(storage, input_processor, sessions, kv.export, planner, cache_info, transfer),
     )
 
 

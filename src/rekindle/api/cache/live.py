@@ -24,7 +24,7 @@ from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import ServedModels, models_of
 from rekindle.errors import ServerError, TooManyRequests
 from rekindle.http.auth import caller_of
-from rekindle.http.responses import MAY_STREAM, EventStream, SignOfLife, documented, sse_comment
+from rekindle.http.responses import EventStream, SignOfLife, documented, sse_comment
 from rekindle.protocol.admin import GetStats, Stats
 from rekindle.worker.activity import Tally
 from rekindle.worker.client import RuntimeClient
@@ -36,6 +36,12 @@ MAX_WATCHERS = 100
 SHOWN_TURNS = 50
 
 router = APIRouter(tags=["cache"])
+
+
+class Documented(Response):
+    """The type of the answer, for the OpenAPI document."""
+
+    media_type = "text/event-stream"
 
 
 @dataclass(slots=True)
@@ -150,7 +156,7 @@ def _saved(tally: Tally) -> dict[str, Any]:
     }
 
 
-@router.get("/v1/internal/live", responses={**MAY_STREAM, **documented(429)})
+@router.get("/v1/internal/live", response_class=Documented, responses=documented(429))
 async def watch(request: Request) -> Response:
     """Watch the models: running and ended turns, what reuse saved, and the state of the cache.
 

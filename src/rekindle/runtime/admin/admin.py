@@ -54,7 +54,6 @@ class Admin:
     planner: Planner
     cache_info: CacheInfo
     state_transfer: StateTransfer
-    tree_view: TreeView
 
     def answer(  # noqa: C901 -- one case per operation
         self, request: ops.AdminRequest, prompt: EncodedPrompt | None, reply: Reply
@@ -71,9 +70,9 @@ class Admin:
             case ops.GetStats() as op:
                 reply((yield from self.cache_info.stats(op, view)))
             case ops.ShowTree() as op:
-                reply((yield from self.tree_view.show(op, view)))
+                reply((yield from self._tree.show(op, view)))
             case ops.ShowBranch(key):
-                reply(self.tree_view.text(key, own))
+                reply(self._tree.text(key, own))
             case ops.ShowEntry(key):
                 reply(self._show(self._find(view, own, key), view, own))
             case ops.Flush(key):
@@ -100,6 +99,10 @@ class Admin:
             case op:
                 removed = yield from self._remove(op, view, own)
                 self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
+
+    @property
+    def _tree(self) -> TreeView:
+        return TreeView(self.storage.store, self.input_processor.tokenizer)
 
     def _find(self, view: View, own: bytes, key: str) -> Entry:
         """Find an entry by its key or by a name: of the caller, or one that the operator shares.
