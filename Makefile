@@ -7,7 +7,8 @@ DEV    := $(VENV)/.installed-dev
 BUILT  := pyproject.toml hatch_build.py $(wildcard src/rekindle/engine/sampling/*.[ch])
 WORKERS ?= 2  # parallel test processes; the tests of a file run in one process
 
-.PHONY: install dev serve test pythons stress check audit fmt lock dist bench trace clients suites docs
+.PHONY: install dev serve test pythons stress check audit fmt lock dist bench trace clients suites docs \
+  console console-test
 .DEFAULT_GOAL := install
 
 install: $(RUN)     ## build .venv with what a server needs
@@ -78,3 +79,10 @@ suites: dev         ## run the tests of other projects; ARGS="--llama-tests PATH
 	test -x build/suites/venv/bin/python || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/suites/venv
 	$(BIN)/uv pip install --quiet --python build/suites/venv/bin/python -r tools/suites/requirements.txt
 	PYTHONPATH=. $(BIN)/python -m tools.suites.run build/suites $(ARGS)
+
+console:            ## build the web page from console/ into the package; needs npm and a network
+	cd console && npm ci && npm run check && npm run build
+
+console-test: dev   ## test the web page in Chromium, with accessibility; needs npm and a network
+	cd console && npm ci
+	LONG_TESTS=1 $(BIN)/python -m pytest tests/e2e/test_console.py tests/front/test_console.py $(ARGS)

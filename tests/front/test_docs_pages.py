@@ -10,11 +10,10 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
-from rekindle.version import __version__
 from tests.api.live import live
-from tests.api.scripted import Front, ScriptedRuntime
+from tests.api.scripted import Front
 
-PAGES = ("/", "/docs")
+PAGES = ("/docs",)
 
 
 class Page(HTMLParser):
@@ -54,56 +53,6 @@ def test_the_content_security_policy_allows_only_the_inline_style(path: str) -> 
     policy = answer.headers["content-security-policy"].split("; ")
     assert {"default-src 'none'", f"style-src 'sha256-{digest}'"} <= set(policy)
     assert not any("unsafe" in each or "http" in each for each in policy)
-
-
-def test_the_index_page_lists_the_models() -> None:
-    loading = ScriptedRuntime(name="<other>")
-    loading.supervisor.ready = None
-    page = Front(ScriptedRuntime(), loading).get("/").text
-    assert f"<h1>Rekindle {__version__}</h1>" in page
-    assert "<code>tiny</code>: context 4096 tokens" in page
-    assert "<code>&lt;other&gt;</code>: loading" in page
-
-
-@pytest.mark.parametrize("key", [None, "wrong"])
-def test_the_index_of_a_server_with_keys_shows_nothing_without_one(key: str | None) -> None:
-    """Browsers get a page that says what to do, and not an error."""
-    front = Front(api_key=("secret",))
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-    answer = front.get("/", headers=headers)
-    assert answer.status_code == 200
-    assert "needs an API key" in answer.text
-    assert "tiny" not in answer.text
-    assert __version__ not in answer.text
-    told = front.get("/", headers={**headers, "accept": "application/json"}).json()
-    assert told == {"name": "rekindle", "needs_key": True, "links": {"health": "/health"}}
-    with_key = front.get("/", headers={"authorization": "Bearer secret"})
-    assert "<code>tiny</code>" in with_key.text
-
-
-def test_each_link_of_the_index_page_is_served() -> None:
-    links = Page(Front().get("/").text).links
-    assert {"/docs", "/openapi.json", "/v1/models"} <= set(links)
-    for link in links:
-        assert "is not served here" not in Front().get(link).text
-
-
-@pytest.mark.parametrize(
-    ("accept", "json"),
-    [
-        ("application/json", True),
-        ("application/json, text/plain, */*", True),
-        ("text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", False),
-        ("*/*", False),
-        ("", False),
-    ],
-)
-def test_the_index_is_json_for_programs_that_ask_for_it(accept: str, json: bool) -> None:
-    answer = Front().get("/", headers={"accept": accept})
-    assert answer.headers["content-type"].startswith("application/json" if json else "text/html")
-    if json:
-        assert answer.json()["version"] == __version__
-        assert answer.json()["models"] == [{"id": "tiny", "max_model_len": 4096}]
 
 
 def test_the_reference_lists_every_operation_and_type() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rekindle.errors import TooManyRequests
 from rekindle.protocol.events import Cancelled, Event, Started
+from rekindle.worker.activity import Activity
 from rekindle.worker.client import OpenTurns
 
 A, B, C = b"a", b"b", b"c"
@@ -20,7 +21,7 @@ class Queue:
     """Uses OpenTurns as the client does. `refused` lists the displaced turns."""
 
     def __init__(self, places: int) -> None:
-        self.turns = OpenTurns(places)
+        self.turns = OpenTurns(places, Activity())
         self.owners: dict[int, bytes] = {}
         self.refused: list[int] = []
         self.events: list[Event] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Group as Lines
@@ -12,19 +11,8 @@ from rich.table import Table
 
 from rekindle.cli.cache_views import plain
 from rekindle.cli.flags import is_size
-from rekindle.config import SETTINGS, Config, Declaration, default_files
+from rekindle.config import HIDDEN, SETTINGS, Config, Declaration, default_files, origin
 from rekindle.protocol.settings import Group, format_size
-
-HIDDEN = "(hidden)"
-DEFAULT = "default"
-
-
-def values_in_force(config: Config) -> dict[str, Any]:
-    """Return every setting as JSON: its value, and where it was set."""
-    return {
-        name: {"value": _as_json(getattr(config, name), declared), "from": _origin(config, name)}
-        for name, declared in SETTINGS.items()
-    }
 
 
 def settings_table(config: Config, *, only_given: bool = False) -> RenderableType:
@@ -36,8 +24,8 @@ def settings_table(config: Config, *, only_given: bool = False) -> RenderableTyp
         for name, declared in SETTINGS.items():
             if declared.setting.group == group and (name in config.given or not only_given):
                 style = "bold" if name in config.given else "dim"
-                origin = _origin(config, name)
-                source = "settings file" if origin == str(config.settings_file) else origin
+                given = origin(config, name)
+                source = "settings file" if given == str(config.settings_file) else given
                 cells = (name, _text(getattr(config, name), declared), source)
                 table.add_row(*map(plain, cells), style=style)
     return Lines(*map(plain, _file_lines(config)), table)
@@ -51,10 +39,6 @@ def _file_lines(config: Config) -> Iterator[str]:
     yield from (f"  {path}" for path in default_files())
 
 
-def _origin(config: Config, name: str) -> str:
-    return config.given.get(name, DEFAULT)
-
-
 def _text(value: Any, declared: Declaration) -> str:
     """Write a value as the settings file takes it, or describe a default that is chosen later."""
     if declared.setting.secret and value:
@@ -66,11 +50,3 @@ def _text(value: Any, declared: Declaration) -> str:
     if isinstance(value, tuple | Mapping):
         return ", ".join(map(str, value)) or "none"
     return format_size(value) if is_size(declared) else str(value)
-
-
-def _as_json(value: Any, declared: Declaration) -> Any:
-    if declared.setting.secret and value:
-        return HIDDEN
-    if isinstance(value, tuple | Mapping):
-        return [str(each) for each in value]  # presets by name
-    return str(value) if isinstance(value, Path) else value

@@ -340,7 +340,8 @@ def show_config(
     as_json: AsJson = False,
 ) -> None:
     """Show the settings in force, and where each value comes from."""
-    from rekindle.cli.config import settings_table, values_in_force
+    from rekindle.cli.config import settings_table
+    from rekindle.config import values_in_force
 
     settings = load_config({}, file=config)
     if as_json:

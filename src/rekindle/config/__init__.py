@@ -2,6 +2,16 @@
 
 from rekindle.config.presets import Preset
 from rekindle.config.settings import SETTINGS, Config, Declaration
-from rekindle.config.sources import default_files, load_config
+from rekindle.config.sources import HIDDEN, default_files, load_config, origin, values_in_force
 
-__all__ = ["SETTINGS", "Config", "Declaration", "Preset", "default_files", "load_config"]
+__all__ = [
+    "HIDDEN",
+    "SETTINGS",
+    "Config",
+    "Declaration",
+    "Preset",
+    "default_files",
+    "load_config",
+    "origin",
+    "values_in_force",
+]

@@ -15,7 +15,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rekindle.config.presets import Spell, unknown_setting
-from rekindle.config.settings import SETTINGS, Config
+from rekindle.config.settings import SETTINGS, Config, Declaration
 from rekindle.errors import ConfigError
 from rekindle.protocol.settings import GB
 
@@ -24,6 +24,7 @@ ENV_PREFIX = "REKINDLE_"
 # Variables with this prefix that other modules read.
 OTHER_VARIABLES = {"config", "engine_module"}
 DISK_VARIABLE = "MAX_KV_SIZE_GB"
+HIDDEN = "(hidden)"  # shown in place of a secret
 
 _config = TypeAdapter(Config)
 
@@ -173,3 +174,24 @@ def _sentence(error: Mapping[str, Any], sources: Sequence[SettingsSource]) -> st
     secret = SETTINGS[name].setting.secret or (inside and isinstance(error["input"], dict))
     got = "" if secret else f" (got {error['input']!r})"
     return f"{spell(name)}{inside}: {error['msg'].removeprefix('Value error, ')}{got}"
+
+
+def values_in_force(config: Config) -> dict[str, Any]:
+    """Return every setting as JSON: its value, and where it was set. Secrets are hidden."""
+    return {
+        name: {"value": _as_json(getattr(config, name), declared), "from": origin(config, name)}
+        for name, declared in SETTINGS.items()
+    }
+
+
+def origin(config: Config, name: str) -> str:
+    """Where the value of a setting comes from."""
+    return config.given.get(name, "default")
+
+
+def _as_json(value: Any, declared: Declaration) -> Any:
+    if declared.setting.secret and value:
+        return HIDDEN
+    if isinstance(value, tuple | Mapping):
+        return [str(each) for each in value]  # presets by name
+    return str(value) if isinstance(value, Path) else value

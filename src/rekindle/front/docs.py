@@ -1,7 +1,7 @@
-"""Serves the pages for people, GET / and GET /docs.
+"""Serves GET /docs, the API reference.
 
-The pages contain no scripts and load nothing. Their style is inline, and the content security
-policy allows it by its hash.
+The page contains no scripts and loads nothing. Its style is inline, and the content security policy
+allows it by its hash.
 """
 
 from __future__ import annotations
@@ -18,22 +18,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from rekindle.api.base.models import models_of
 from rekindle.front.openapi import BOUNDS, REF, Schema, by_section, forms_of, refs
-from rekindle.http.auth import caller_of
-from rekindle.http.responses import JsonResponse
-from rekindle.version import __version__
-from rekindle.worker.client import RuntimeClient
 
-LINKS = {
-    "docs": "/docs",
-    "openapi": "/openapi.json",
-    "models": "/v1/models",
-    "cache": "/v1/cache",
-    "health": "/health",
-    "metrics": "/metrics",
-}
-PUBLIC_LINKS = {"health": "/health"}
 #: How the page writes the limits in a JSON schema.
 LIMIT_TEXTS = {
     "minimum": "from {:,}",
@@ -54,31 +40,6 @@ TEMPLATES = jinja2.Environment(
 )
 
 router = APIRouter(tags=["pages"], include_in_schema=False)
-
-
-@router.get("/")
-async def show_index(request: Request) -> Response:
-    """Describe the server, as a page or, for programs that ask for it, as JSON.
-
-    Somebody without an API key learns only that the server needs one.
-    """
-    found: dict[str, Any] = {"name": "rekindle", "needs_key": True, "links": PUBLIC_LINKS}
-    if not caller_of(request).is_unknown:
-        found = {
-            "name": "rekindle",
-            "version": __version__,
-            "models": [_listed(each) for each in models_of(request).all],
-            "links": LINKS,
-        }
-    accept = request.headers.get("accept", "")
-    if "json" in accept and "html" not in accept:  # browsers ask for HTML
-        return JsonResponse(found)
-    return _page("index.html", **found)
-
-
-def _listed(runtime: RuntimeClient) -> dict[str, Any]:
-    ready = runtime.ready
-    return {"id": runtime.name, "max_model_len": ready.context_tokens if ready else None}
 
 
 @router.get("/docs")

@@ -92,6 +92,7 @@ DRAIN_CHECK_S = 0.5
 SERVICE_RESTART, POLICY_VIOLATION = 1012, 1008  # codes with which a WebSocket ends
 RECEIVED = "rekindle.received_s"  # the time's key in the request's scope
 OPEN_PATHS = {"/health"}  # need no API key
+CONSOLE_FILES = "/console/"  # paths of the page at /, which holds no data
 PUBLIC_PAGE = "/"  # shows less without a key
 UPLOADS = {"/v1/cache/import"}  # take a file of any size
 FILE_TYPE = "application/octet-stream"  # a page of another origin needs permission to send it
@@ -245,7 +246,7 @@ class RequestMiddleware:
             )
 
     def _identify(self, scope: Scope, headers: Headers) -> Caller:
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or scope["path"].startswith(CONSOLE_FILES):
             return Caller(OPEN_SALT, admin=False)
         if scope["path"] == PUBLIC_PAGE:
             with contextlib.suppress(Unauthorized):

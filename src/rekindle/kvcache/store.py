@@ -73,6 +73,14 @@ class Store:
         """State of a tenant, or of all tenants, with each block counted once."""
         return self._tree.size_bytes[tenant]
 
+    def first_blocks(self, tenant: bytes | None) -> Iterator[Block]:
+        """The first block of every chain of a tenant, or of all tenants."""
+        return self._tree.first_blocks(tenant)
+
+    def block(self, key: bytes) -> Block | None:
+        """The block with this chain key."""
+        return self._tree.get(key)
+
     def evictions(self, tenant: bytes | None) -> int:
         """Evicted blocks of a tenant, or of all tenants."""
         return self.counts.evicted_blocks if tenant is None else self.counts.evicted[tenant]

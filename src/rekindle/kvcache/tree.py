@@ -232,6 +232,12 @@ class Tree:
         """The packed tokens of a conversation after a block, at most one block of them."""
         return self._next(node, tokens.packed)
 
+    def first_blocks(self, tenant: bytes | None) -> Iterator[Block]:
+        """The first block of every chain of a tenant, or of all tenants."""
+        for root in self._roots.values():
+            if tenant in (None, root.tenant):
+                yield from root.children.values()
+
     def leaves(self) -> Iterator[Block | None]:
         """Walk all blocks. Yields each block without children, and None for every other block. The
         tree may change during the walk. Blocks that are added meanwhile may be left out."""

@@ -77,6 +77,18 @@ class GetStats(Struct, tag=True):
     of_entries: bool = True  # False: skip the figures that need a walk over all entries
 
 
+class ShowTree(Struct, tag=True, kw_only=True):
+    """Show how conversations share their stored prefixes. Returns PrefixTree."""
+
+    limit: int = 1000  # of branches
+
+
+class ShowBranch(Struct, tag=True):
+    """Show the text of a branch. Returns BranchText."""
+
+    key: str
+
+
 class Validate(Struct, tag=True, kw_only=True):
     """Compare a request with an entry without changing anything. Returns Validation."""
 
@@ -170,7 +182,8 @@ class RemoveOld(Struct, tag=True):
     seconds: float
 
 
-Lookup = ListEntries | ShowEntry | GetStats | Validate | GetDocument | Tokenize | Detokenize
+Listing = ListEntries | ShowEntry | GetStats | ShowTree | ShowBranch
+Lookup = Listing | Validate | GetDocument | Tokenize | Detokenize
 Creation = IndexPrompt | Flush | ExportState | ImportState | StoreDocument | PinEntry
 Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld
 AdminOp = Lookup | Creation | Removal
@@ -217,6 +230,30 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     preview: str = ""  # start of its last user message; shown only to its tenant
     durable: bool = True  # False: changed in memory, but the disk write failed
     lru_position: int = 0  # grows with each use of an entry
+
+
+class Branch(Struct):
+    """Consecutive blocks that the same conversations use."""
+
+    key: str  # the chain key of its first block, in hexadecimal
+    parent: int | None  # index of the branch before it
+    start: int  # number of tokens before it
+    tokens: int
+    size_bytes: int
+    tier: str  # the fastest tier that has its first block
+    conversations: int  # that use it
+
+
+class PrefixTree(Struct, tag=True):
+    """Stored prefixes, parents first. Each shared part occurs once."""
+
+    branches: list[Branch]
+    is_complete: bool  # False: more branches exist, which fewer conversations use
+
+
+class BranchText(Struct, tag=True):
+    text: str
+    is_complete: bool = True  # False: the branch is longer
 
 
 class StateFile(Struct, tag=True):
@@ -291,7 +328,8 @@ class Removed(Struct, tag=True):
 
 
 EntryResult = EntryInfo | EntryList | StateFile | Document | DocumentStored | Removed
-AdminResult = EntryResult | Stats | Validation | Tokenized | Detokenized
+TreeResult = PrefixTree | BranchText
+AdminResult = EntryResult | TreeResult | Stats | Validation | Tokenized | Detokenized
 
 
 class AdminReply(Struct, tag=True):

@@ -19,6 +19,7 @@ from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResu
 from rekindle.protocol.events import TERMINAL, Delta, Event, Failed, Started
 from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, LoadModel
+from rekindle.worker.activity import Activity, TurnWatch
 from rekindle.worker.supervisor import AfterLoading, OnLoading, Supervisor, WorkerProcess
 
 log = logging.getLogger("rekindle.runtime")
@@ -38,7 +39,8 @@ class RuntimeClient:
     ) -> None:
         self.name = name
         self._load = load
-        self._turns = OpenTurns(load.settings.parallel + queue)
+        self.activity = Activity()
+        self._turns = OpenTurns(load.settings.parallel + queue, self.activity)
         self._admin_requests: dict[int, tuple[bytes, asyncio.Future[AdminResult]]] = {}
         self._ids = itertools.count(1)
         self.supervisor = Supervisor(
@@ -175,6 +177,7 @@ class RuntimeClient:
 class OpenTurn:
     tenant: bytes
     handler: Handler | None  # None if the client is gone and the runtime has not ended the turn yet
+    watch: TurnWatch
     is_started: bool = False
 
     @property
@@ -190,8 +193,9 @@ class OpenTurns:
     leave places empty while requests are refused.
     """
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, activity: Activity) -> None:
         self._places = places
+        self._activity = activity
         self._turns: dict[int, OpenTurn] = {}  # oldest first
 
     def __len__(self) -> int:
@@ -224,17 +228,25 @@ class OpenTurns:
         return displaced
 
     def add(self, number: int, tenant: bytes, handler: Handler) -> None:
-        self._turns[number] = OpenTurn(tenant, handler)
+        watch = self._activity.begin(number, tenant, current_id())
+        self._turns[number] = OpenTurn(tenant, handler, watch)
 
     def deliver(self, event: Event) -> None:
         """Pass an event to its turn's handler. A terminal event ends the turn."""
         turn = self._turns.get(event.turn)
         if turn is None:
             return
-        if not isinstance(event, Delta):
+        if isinstance(event, Delta):
+            watch = turn.watch
+            watch.parts += 1
+            if watch.first_part_s is None:
+                watch.first_part_s = self._activity.clock()
+        else:
             turn.is_started |= isinstance(event, Started)
+            turn.watch.observe(event)
             if isinstance(event, TERMINAL):
                 del self._turns[event.turn]
+                self._activity.end(turn.watch, event)
         if turn.handler is not None:
             turn.handler(event)
 
@@ -247,6 +259,7 @@ class OpenTurns:
         if turn is None or turn.handler is None:
             return None
         handler, turn.handler = turn.handler, None
+        self._activity.end(turn.watch, None)
         if turn.is_started:
             del self._turns[number]
         return handler

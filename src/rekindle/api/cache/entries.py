@@ -1,4 +1,4 @@
-"""Serves /v1/cache: lists, shows, validates, pins and evicts entries."""
+"""Serves /v1/cache: lists, shows, validates, pins and evicts entries, and shows their tree."""
 
 from __future__ import annotations
 
@@ -25,19 +25,24 @@ from rekindle.errors import BadRequest
 from rekindle.http.body import JsonRoute
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import (
+    BranchText,
     CollectExpired,
     DeleteEntry,
     EntryInfo,
     EntryList,
     ListEntries,
     PinEntry,
+    PrefixTree,
     Removed,
+    ShowBranch,
     ShowEntry,
+    ShowTree,
     Validate,
     Validation,
 )
 
 MAX_PAGE_ENTRIES = 1000
+MAX_BRANCHES = 5000
 AT_END = 0  # a position before which there are no entries
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"])
@@ -264,3 +269,59 @@ def _positions(after: str | None, count: int) -> Sequence[int | None]:
     if len(parts) != count:
         raise BadRequest("`after` takes the `next` of the previous page.", param="after")
     return [int(part) for part in parts]
+
+
+class BranchBody(BaseModel):
+    """Consecutive blocks that the same conversations use."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+    key: str
+    parent: int | None  # its index in the list
+    start: int  # number of tokens before it
+    tokens: int
+    size_bytes: int
+    tier: str
+    conversations: int
+
+
+class TreeBody(BaseModel):
+    """The stored prefixes of one model, parents first. A shared part occurs once."""
+
+    model: str
+    branches: list[BranchBody]
+    is_complete: bool
+
+
+class Trees(BaseModel):
+    trees: list[TreeBody]
+
+
+class BranchTextBody(BaseModel):
+    text: str
+    is_complete: bool
+
+
+Branches = Annotated[
+    int, Query(ge=1, le=MAX_BRANCHES, description="Largest number of branches for each model.")
+]
+
+
+@listing_router.get("/v1/cache/tree")
+async def show_tree(request: Request, number: ModelNumber = None, limit: Branches = 1000) -> Trees:
+    """Show how conversations share their stored prefixes, for all models or the numbered one."""
+    client, trees = AdminClient.of(request), []
+    for runtime in models_of(request).chosen(number):
+        tree = await client.request(runtime, ShowTree(limit=limit), PrefixTree)
+        branches = [BranchBody.model_validate(each) for each in tree.branches]
+        body = TreeBody(model=runtime.name, branches=branches, is_complete=tree.is_complete)
+        trees.append(body)
+    return Trees(trees=trees)
+
+
+@listing_router.get("/v1/cache/tree/{key}")
+async def show_branch(key: str, request: Request, model: str | None = None) -> BranchTextBody:
+    """Show the text of a branch, as the model reads it. Other API keys' text is never shown."""
+    client, runtime = AdminClient.of_tenant(request), models_of(request).runtime(model)
+    shown = await client.request(runtime, ShowBranch(key), BranchText)
+    return BranchTextBody(text=shown.text, is_complete=shown.is_complete)

@@ -18,6 +18,7 @@ from rekindle.kvcache.entries.entry import Draft, Entry, cost_bytes
 from rekindle.protocol import admin as ops
 from rekindle.protocol.events import Reason
 from rekindle.runtime.admin.cache_info import CacheInfo, View
+from rekindle.runtime.admin.prefix_tree import TreeView
 from rekindle.runtime.admin.state_transfer import Offload, StateTransfer
 from rekindle.runtime.encode.input_processor import InputProcessor
 from rekindle.runtime.encode.request import EncodedPrompt
@@ -68,6 +69,10 @@ class Admin:
                 reply((yield from self.cache_info.page(op, view, own)))
             case ops.GetStats() as op:
                 reply((yield from self.cache_info.stats(op, view)))
+            case ops.ShowTree() as op:
+                reply((yield from self._tree.show(op, view)))
+            case ops.ShowBranch(key):
+                reply(self._tree.text(key, own))
             case ops.ShowEntry(key):
                 reply(self._show(self._find(view, own, key), view, own))
             case ops.Flush(key):
@@ -94,6 +99,10 @@ class Admin:
             case op:
                 removed = yield from self._remove(op, view, own)
                 self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
+
+    @property
+    def _tree(self) -> TreeView:
+        return TreeView(self.storage.store, self.input_processor.tokenizer)
 
     def _find(self, view: View, own: bytes, key: str) -> Entry:
         """Find an entry by its key or by a name: of the caller, or one that the operator shares.
