@@ -57,16 +57,34 @@ def _processor(family: str, about: dict[str, Any]) -> Any:
     return SmolVLMImageProcessorPil(**about)
 
 
-def reference_logits(folder: Path, ids: Sequence[int], pictures: Sequence[Picture]) -> Row:
-    """The logits behind the last of these tokens. Tokens of pictures are told by their bit."""
+def reference_reply(
+    folder: Path, ids: Sequence[int], pictures: Sequence[Picture], count: int
+) -> list[int]:
+    """The tokens that mlx_vlm generates greedily after these."""
+    from mlx_vlm.generate import generate_step
+
+    model, tokens = _prompt(folder, ids)
+    pixels = processed(folder, pictures)
+    steps = generate_step(
+        tokens, model, pixels.pop("pixel_values"), None, max_tokens=count, temperature=0, **pixels
+    )
+    return [int(token) for token, _ in steps][:count]
+
+
+def _prompt(folder: Path, ids: Sequence[int]) -> tuple[Any, mx.array]:
+    """The model, and these tokens with the model's own token in place of those of pictures."""
     from mlx_vlm.utils import load_model
 
     model = load_model(folder)
-    config = model.config
-    token = getattr(config, "image_token_id", None) or config.image_token_index
-    tokens = mx.array([[token if each >= MEDIA_BIT else each for each in ids]])
+    token = getattr(model.config, "image_token_id", None) or model.config.image_token_index
+    return model, mx.array([[token if each >= MEDIA_BIT else each for each in ids]])
+
+
+def reference_logits(folder: Path, ids: Sequence[int], pictures: Sequence[Picture]) -> Row:
+    """The logits behind the last of these tokens."""
+    model, tokens = _prompt(folder, ids)
     pixels = processed(folder, pictures)
-    if config.model_type == "gemma3":
+    if model.config.model_type == "gemma3":
         logits = _gemma_logits(model, tokens, pixels["pixel_values"])
     else:
         logits = model(tokens, **pixels, mask=None).logits

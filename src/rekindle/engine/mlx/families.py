@@ -91,6 +91,7 @@ class Llava:
         self._parts = (Part(vectors=vectors, positions=vectors),)
 
     def parts(self, width: int, height: int) -> Parts:
+        self._crop.check(width, height)
         return self._parts
 
     def encode(self, picture: Picture) -> list[Matrix]:
@@ -119,6 +120,7 @@ class Gemma3:
         )
 
     def parts(self, width: int, height: int) -> Parts:
+        self._crop.check(width, height)
         return self._parts
 
     def encode(self, picture: Picture) -> list[Matrix]:

@@ -129,11 +129,15 @@ class SquareCrop:
             )
         return cls(side, min(int(shortest), MAX_SIDE) if shortest else None)
 
+    def check(self, width: int, height: int) -> None:
+        """Raise BadRequest for a strip that would take much memory while it is resized."""
+        if self.shortest_edge is not None:
+            check_ratio(width, height)
+
     def apply(self, image: Image.Image, how: Normaliser) -> Image.Image:
         if self.shortest_edge is None:
             return how.resized(image, (self.side, self.side))
         width, height = image.size
-        check_ratio(width, height)  # a long strip would take much memory
         longer = int(self.shortest_edge * max(image.size) / min(image.size))
         size = (self.shortest_edge, longer) if width <= height else (longer, self.shortest_edge)
         left, top = ((length - self.side) // 2 for length in size)
