@@ -28,7 +28,10 @@ DOCUMENTED: dict[str, Any] = {
     "repetition_context_size": 20,
 }
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
-WIDE: dict[str, Any] = {"head_dim": 64, "rope_scaling": {"rope_type": "default", "mrope_section": [16, 8, 8]}}
+WIDE: dict[str, Any] = {
+    "head_dim": 64,
+    "rope_scaling": {"rope_type": "default", "mrope_section": [16, 8, 8]},
+}
 
 
 @pytest.fixture(scope="module")

@@ -186,6 +186,22 @@ def test_a_vision_part_that_does_not_fit_is_refused(
         open_engine(folder)
 
 
+def test_weights_that_mlx_vlm_would_read_unchecked_are_refused(tmp_path: Path) -> None:
+    folder = write_tiny_vision(tmp_path / "tiny", "llava")
+    other = folder / "other.safetensors"
+    other.write_bytes((folder / "model.safetensors").read_bytes())
+    with pytest.raises(ProjectorError, match=r"other.safetensors next to model\*"):
+        open_engine(folder)
+    other.unlink()
+    header = json.dumps({"x": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    file = folder / "model-2.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    before = file.read_bytes()
+    with pytest.raises(ProjectorError, match="scales of 8 bits"):
+        open_engine(folder)
+    assert file.read_bytes() == before
+
+
 def test_without_mlx_vlm_the_error_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

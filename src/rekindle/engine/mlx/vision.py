@@ -32,7 +32,8 @@ from rekindle.engine.mlx.pixels import PREPROCESSOR, PROCESSOR, read_parameters
 from rekindle.engine.mlx.positions import PLACE, PositionCache, add_image, add_text
 from rekindle.engine.pictures import tokens_of
 from rekindle.errors import ModelError, ProjectorError, ServerError
-from rekindle.models.folder import CONFIG, check_folder, has_vision, read_json
+from rekindle.models.folder import CONFIG, check_folder, has_vision, read_json, weight_files
+from rekindle.models.safetensors import read_header
 from rekindle.protocol.requests import IMAGE, TEXT, Picture
 from rekindle.tokens import Tokenizer, Tokens
 
@@ -150,6 +151,7 @@ def load_vision_model(options: EngineOptions, on_progress: OnProgress) -> Loaded
     check_model(folder, tensors)
     config = read_json(folder / CONFIG)
     _check_family(folder, config, options)
+    _check_weights(folder)
     try:
         model = _load_whole(folder)
         read_weights(model, on_progress)
@@ -211,6 +213,22 @@ def _check_family(folder: Path, config: dict[str, Any], options: EngineOptions) 
         )
     if options.adapter:
         raise ProjectorError("--adapter works only for text: merge it into the model, or omit it")
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse files that mlx_vlm would read unchecked, or rewrite while it reads them."""
+    files = weight_files(folder)
+    others = sorted(
+        {*folder.glob("*.safetensors"), *folder.glob("offload_index.json")} - set(files)
+    )
+    if others:
+        raise ProjectorError(
+            f"{folder.name} has {others[0].name} next to model*.safetensors. Remove it, or serve "
+            "the text only with --no-vlm"
+        )
+    for file in files:
+        if any(each.dtype == "F8_E8M0" for each in read_header(file).tensors.values()):
+            raise ProjectorError(f"{file.name} has scales of 8 bits, which mlx_vlm cannot read")
 
 
 class Vision:
