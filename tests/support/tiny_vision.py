@@ -59,6 +59,44 @@ _QWEN_PIXELS = {
     "image_mean": [0.48, 0.46, 0.41],
     "image_std": [0.27, 0.26, 0.28],
 }
+_TILES = (
+    {
+        "text_config": _TEXT,
+        "vision_config": _SIGLIP,
+        "scale_factor": 2,
+        "image_token_id": VOCABULARY,
+    },
+    {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}},
+    ("<image>", "<fake_token_around_image>", "<global-img>", *_PLACES),
+)
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 32,
+}
+Settings = dict[str, Any]
+
+
+def _qwen3(family: str, experts: Settings) -> tuple[Settings, Settings, tuple[str, ...]]:
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2]}
+    text = {"model_type": family, "head_dim": 16, "num_hidden_layers": 3, "rope_scaling": rope}
+    vision = {
+        "model_type": family,
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "out_hidden_size": WIDTH,
+        "num_heads": 2,
+        "patch_size": 4,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+    config = _QWEN_IDS | {"text_config": _TEXT | text | experts, "vision_config": vision}
+    return config, _QWEN_PIXELS, _QWEN_TOKENS
+
+
 #: Configuration, preprocessor and control tokens of each family.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "llava": (
@@ -66,16 +104,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}},
         ("<image>",),
     ),
-    "smolvlm": (
-        {
-            "text_config": _TEXT,
-            "vision_config": _SIGLIP,
-            "scale_factor": 2,
-            "image_token_id": VOCABULARY,
-        },
-        {"size": {"longest_edge": 2 * SIDE}, "max_image_size": {"longest_edge": SIDE}},
-        ("<image>", "<fake_token_around_image>", "<global-img>", *_PLACES),
-    ),
+    "smolvlm": _TILES,
+    "idefics3": _TILES,
     "gemma3": (
         {
             "hidden_size": WIDTH,
@@ -132,27 +162,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
         _QWEN_PIXELS,
         _QWEN_TOKENS,
     ),
-    "qwen3_vl": (
-        _QWEN_IDS
-        | {
-            "text_config": _TEXT
-            | {"rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
-            | {"model_type": "qwen3_vl", "head_dim": 16, "num_hidden_layers": 3},
-            "vision_config": {
-                "model_type": "qwen3_vl",
-                "depth": 3,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "out_hidden_size": WIDTH,
-                "num_heads": 2,
-                "patch_size": 4,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0, 1],
-            },
-        },
-        _QWEN_PIXELS,
-        _QWEN_TOKENS,
-    ),
+    "qwen3_vl": _qwen3("qwen3_vl", {}),
+    "qwen3_vl_moe": _qwen3("qwen3_vl_moe", _EXPERTS),
 }
 
 #: Families whose text settings are at the top of config.json.

@@ -32,7 +32,7 @@ def processed(folder: Path, pictures: Sequence[Picture]) -> Pixels:
     family = json.loads((folder / "config.json").read_text())["model_type"]
     about = json.loads((folder / "preprocessor_config.json").read_text())
     images: list[Any] = [as_image(each) for each in pictures]
-    if family == "smolvlm":
+    if family in ("smolvlm", "idefics3"):
         images = [images]
     found = _processor(family, about)(images=images)
     names = ("pixel_values", "image_grid_thw", "pixel_attention_mask")
@@ -52,6 +52,12 @@ def _processor(family: str, about: dict[str, Any]) -> Any:
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
         return Gemma3ImageProcessorPil(**about)
+    if family == "idefics3":
+        from transformers.models.idefics3.image_processing_pil_idefics3 import (
+            Idefics3ImageProcessorPil,
+        )
+
+        return Idefics3ImageProcessorPil(**about)
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
     return SmolVLMImageProcessorPil(**about)

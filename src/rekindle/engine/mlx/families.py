@@ -229,4 +229,5 @@ FAMILIES: Mapping[str, Callable[[Loaded], Family]] = {
     "qwen2_vl": QwenVl,
     "qwen2_5_vl": QwenVl,
     "qwen3_vl": Qwen3Vl,
+    "qwen3_vl_moe": Qwen3Vl,
 }
