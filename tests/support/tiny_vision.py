@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.nn import quantize
 from mlx.utils import tree_flatten
 
 import rekindle.engine.mlx  # noqa: F401  # before mlx_lm, whose import it makes harmless
@@ -187,6 +188,20 @@ def write_tiny_vision(path: Path, family: str, *, seed: int = 0, **text: Any) ->
     write_tokenizer(path)
     _add_tokens(path, tokens)
     return path
+
+
+def quantise(path: Path) -> None:
+    """Write the folder again as published ones are: bfloat16, and 4 bits for the language model."""
+    from mlx_vlm.utils import load_model
+
+    model = load_model(path)
+    model.set_dtype(mx.bfloat16)
+    how = {"group_size": 32, "bits": 4}
+    quantize(model.language_model, **how)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"quantization": how}))
 
 
 def _add_tokens(path: Path, tokens: tuple[str, ...]) -> None:

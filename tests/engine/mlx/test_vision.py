@@ -22,7 +22,7 @@ from rekindle.protocol.requests import Picture
 from rekindle.tokens import Tokens
 from tests.contract.actions import GREEDY, PROMPT, decode
 from tests.support.pictures import drawn
-from tests.support.tiny_vision import FAMILIES, write_tiny_vision
+from tests.support.tiny_vision import FAMILIES, quantise, write_tiny_vision
 from tests.support.vlm_reference import reference_logits, reference_reply
 
 BEFORE, BETWEEN, AFTER = PROMPT[:7], PROMPT[7:10], PROMPT[10:18]
@@ -111,6 +111,20 @@ def test_windows_narrower_than_the_prompt_keep_pictures_whole(tmp_path: Path) ->
     expected = reference_logits(folder, prompt(engine, PICTURES[:3]).ids(), PICTURES[:3])
     found = computed_logits(engine, PICTURES[:3], exact=False)
     assert np.abs(found - expected[: len(found)]).max() < 1e-3 * np.abs(expected).max()
+    engine.close()
+
+
+@pytest.mark.parametrize("family", ["llava", "smolvlm", "qwen2_5_vl", "qwen3_vl"])
+def test_quantised_weights_have_the_logits_of_mlx_vlm(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_vision(tmp_path / family, family)
+    quantise(folder)
+    engine = open_engine(folder)
+    about = engine.capabilities
+    assert (about.quantization, about.kv_type, about.architecture) == ("4bit", "bf16", family)
+    assert about.parameters > 0
+    expected = reference_logits(folder, prompt(engine, PICTURES[:2]).ids(), PICTURES[:2])
+    found = computed_logits(engine, PICTURES[:2], exact=False)
+    assert np.abs(found - expected[: len(found)]).max() < 0.02 * np.abs(expected).max()
     engine.close()
 
 

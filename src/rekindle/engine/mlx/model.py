@@ -160,7 +160,7 @@ def _arrays(model: Module) -> list[mx.array]:
 def count_parameters(model: Module) -> int:
     """Count quantised weights by the number of values. Returns 0 if that is unknown."""
     try:
-        return int(mlx_lm.utils.get_totalcount_parameters(model))
+        return int(mlx_lm.utils.get_total_parameters(model))
     except Exception:  # an unknown kind of layer; the number is only shown
         return 0
 
