@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.nn import quantize
+from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 
 import rekindle.engine.mlx  # noqa: F401  # before mlx_lm, whose import it makes harmless

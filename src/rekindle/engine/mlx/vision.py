@@ -15,7 +15,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from rekindle.engine.base import EngineOptions, Matrix, OnProgress
-from rekindle.engine.mlx.families import FAMILIES, Gemma3, Loaded, QwenVl
+from rekindle.engine.mlx.families import FAMILIES, Loaded
 from rekindle.engine.mlx.model import (
     CONTEXT_LENGTHS,
     UNLIMITED_TOKENS,
@@ -155,7 +155,7 @@ def load_vision_model(options: EngineOptions, on_progress: OnProgress) -> Loaded
     try:
         model = _load_whole(folder)
         read_weights(model, on_progress)
-        language = _LANGUAGES.get(FAMILIES[config["model_type"]], LanguageModel)(model)
+        language = _LANGUAGES.get(config["model_type"], LanguageModel)(model)
         logits = language(mx.zeros((1, 1), mx.uint32))  # lazy: only its shape is used
     except ModelError:
         raise
@@ -182,11 +182,12 @@ def load_vision_model(options: EngineOptions, on_progress: OnProgress) -> Loaded
 
 
 #: Families whose language model needs more than vectors in place of tokens.
-_LANGUAGES: dict[Any, type[LanguageModel]] = {Gemma3: GemmaLanguageModel}
-_LANGUAGES |= {
-    family: MropeLanguageModel
-    for family in FAMILIES.values()
-    if isinstance(family, type) and issubclass(family, QwenVl)
+_LANGUAGES: dict[str, type[LanguageModel]] = {
+    "gemma3": GemmaLanguageModel,
+    "qwen2_vl": MropeLanguageModel,
+    "qwen2_5_vl": MropeLanguageModel,
+    "qwen3_vl": MropeLanguageModel,
+    "qwen3_vl_moe": MropeLanguageModel,
 }
 
 
