@@ -197,7 +197,7 @@ def quantise(path: Path) -> None:
     model = load_model(path)
     model.set_dtype(mx.bfloat16)
     how = {"group_size": 32, "bits": 4}
-    quantize(model.language_model, **how)
+    quantize(model.language_model, group_size=how["group_size"], bits=how["bits"])
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(path / "model.safetensors"), weights, {"format": "mlx"})
     config = json.loads((path / "config.json").read_text())

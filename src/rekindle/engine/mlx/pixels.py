@@ -37,7 +37,8 @@ def read_parameters(folder: Path) -> dict[str, Any]:
         read_json(path) if (path := folder / name).is_file() else {}
         for name in (PREPROCESSOR, PROCESSOR)
     )
-    return old | (_part(new, "image_processor") or {})
+    found = old | _part(new, "image_processor")
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _part(about: dict[str, Any], name: str) -> dict[str, Any]:
@@ -121,6 +122,8 @@ class SquareCrop:
         size = about.get("size", side)
         shortest = size.get("shortest_edge") if isinstance(size, dict) else None
         crops = bool(about.get("do_center_crop", shortest is not None))
+        if crops and isinstance(size, int):
+            shortest = size
         given = side_of(about, "crop_size" if crops else "size", side)
         if given != side or (shortest and shortest < side) or (shortest and not crops):
             raise ProjectorError(
