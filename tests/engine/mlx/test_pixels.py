@@ -54,7 +54,7 @@ def test_squares_for_llava(size: tuple[int, int], about: dict[str, Any]) -> None
 
 @pytest.mark.parametrize("size", SIZES)
 def test_squares_for_gemma(size: tuple[int, int]) -> None:
-    about = {"size": {"height": 56, "width": 56}}
+    about: dict[str, Any] = {"size": {"height": 56, "width": 56}}
     [expected] = Gemma3ImageProcessorPil(**about)(images=[image(size)])["pixel_values"]
     how = Normaliser.of(about, HALF, HALF, BILINEAR)
     found = how.numbers(SquareCrop.of(about, 56).apply(image(size), how))
@@ -64,7 +64,7 @@ def test_squares_for_gemma(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("longest", "splits"), [(128, True), (32, True), (100, True), (96, False)])
 def test_tiles_for_smolvlm(size: tuple[int, int], longest: int, splits: bool) -> None:
-    about = {
+    about: dict[str, Any] = {
         "size": {"longest_edge": longest},
         "max_image_size": {"longest_edge": 32},
         "do_image_splitting": splits,
