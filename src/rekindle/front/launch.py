@@ -190,7 +190,8 @@ def _projector(config: Config, name: str, path: Path, console: Console) -> Path 
                 f"{name} has no vision part (`vision_config` in config.json), so it takes no "
                 "images. Omit --vlm."
             )
-        return path if has_vision(path) else None
+        only_text = config.adapter is not None and not config.vlm  # adapters are for text
+        return path if has_vision(path) and not only_text else None
     if config.mmproj is not None:
         check_gguf(config.mmproj)
         return config.mmproj
