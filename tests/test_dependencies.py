@@ -25,7 +25,7 @@ PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9][\w.+!-]*")
 #: own files, and we make none.
 ALLOWED_LICENCES = {
     "0BSD", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "CC0-1.0", "CNRI-Python", "ISC", "MIT",
-    "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib",
+    "MIT-0", "MIT-CMU", "MPL-2.0", "PSF-2.0", "Zlib",
 }  # fmt: skip
 #: The same for packages with a classifier instead of an SPDX expression.
 ALLOWED_CLASSIFIERS = {

@@ -73,8 +73,9 @@ CROSS_CUTTING = {
 MAX_FUNCTION_LINES = 45
 
 #: Measures of the import graph. A new capability may raise a number, with its reason next to it.
-MAX_MODULES = 288  # the last: background responses, llama.cpp's endpoints, converting safetensors,
-# the console (the page, the activity it shows, its stream, the tree of prefixes)
+#: Beyond 280: converting safetensors and llama.cpp's endpoints (5), pictures of MLX models (5), the
+#: console (3).
+MAX_MODULES = 293
 MAX_IMPORT_DEPTH = 18  # modules on the longest chain of imports
 MAX_SMALL_MODULES = 8  # below SMALL_MODULE_LINES and imported by a single other module
 SMALL_MODULE_LINES = 60  # not counting blank ones

@@ -30,27 +30,27 @@ from tests.support.tiny_projector import (
     write_qwen2vl_projector,
 )
 from tests.support.tiny_qwen import write_qwen2vl, write_qwen35
+from tests.support.tiny_vision import write_tiny_vision
 
 LAYERS = 2
 PARK_TOKENS = 400
 TRUNCATING = (
     *("fake", "fake-own", "fake-parking", "numpy"),
     *("llama", "llama-parking", "gemma3", "gemma3-narrow", "llama-q8_0", "qwen2vl"),
-    *("mlx-llama", "mlx-llama-q8_0"),
+    *("mlx-llama", "mlx-llama-q8_0", "mlx-vision-qwen3_vl"),
 )
 WHOLE = (  # their state cannot be truncated
     *("fake-whole", "mamba", "lfm2", "qwen35"),
     *("mlx-gemma3", "mlx-mamba", "mlx-falcon_h1"),
 )
-SEEING = (
-    "fake",
-    "numpy",
-    "llama",
-    "gemma3",
-    "lfm2",
-    "qwen2vl",
-    "qwen35",
-)  # those that take pictures
+SEEING = (  # those that take pictures
+    *("fake", "numpy", "llama", "gemma3", "lfm2", "qwen2vl", "qwen35"),
+    *("mlx-vision-llava", "mlx-vision-gemma3", "mlx-vision-qwen2_vl", "mlx-vision-qwen3_vl"),
+)
+SPLITTING = (  # those that compute a picture in several steps
+    *("fake", "numpy", "llama", "lfm2", "qwen2vl", "qwen35"),
+    *("mlx-vision-llava", "mlx-vision-qwen2_vl", "mlx-vision-qwen3_vl"),
+)
 
 PARKING = ("fake-parking", "llama-parking", "qwen2vl-parking")
 
@@ -117,6 +117,9 @@ def build(name: str, folder: Path) -> Engine:
             park_tokens=PARK_TOKENS if name in PARKING else 0,
         )
     kv_type = "q8_0" if name.endswith("q8_0") else "f16"
+    if name.startswith("mlx-vision-"):
+        path = write_tiny_vision(folder / name, name.removeprefix("mlx-vision-"))
+        return MlxEngine(EngineOptions(path=path, mmproj=path, parallel=4, context_tokens=600))
     if name.startswith("mlx-"):
         path = write_tiny_mlx(folder / name, name.removeprefix("mlx-").replace("q8_0", "wide"))
         return MlxEngine(EngineOptions(path=path, parallel=4, context_tokens=600, kv_type=kv_type))
@@ -146,4 +149,5 @@ blind_engines = pytest.mark.parametrize(
 )
 parking_engines = pytest.mark.parametrize("engine", PARKING, indirect=True)
 several_kv_types = pytest.mark.parametrize("engine", SEVERAL_KV_TYPES, indirect=True)
+splitting_engines = pytest.mark.parametrize("engine", SPLITTING, indirect=True)
 whole_engines = pytest.mark.parametrize("engine", WHOLE, indirect=True)

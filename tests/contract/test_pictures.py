@@ -10,7 +10,7 @@ from rekindle.errors import Unsupported
 from rekindle.protocol.requests import Picture
 from rekindle.tokens import Media, Tokens
 from tests.contract.actions import GREEDY, PROMPT, blocks, decode, prefill
-from tests.contract.engines import blind_engines, seeing_engines
+from tests.contract.engines import blind_engines, seeing_engines, splitting_engines
 from tests.support.pictures import drawn
 
 BEFORE, AFTER = PROMPT[:10], PROMPT[10:20]
@@ -92,7 +92,14 @@ def test_images_and_text_of_several_sequences_share_a_step(engine: Engine) -> No
         assert ask(engine, sequence) == said
 
 
-@pytest.mark.parametrize("engine", ["fake", "numpy", "llama", "gemma3", "qwen2vl"], indirect=True)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        *("fake", "numpy", "llama", "gemma3", "qwen2vl"),
+        *("mlx-vision-llava", "mlx-vision-qwen2_vl", "mlx-vision-qwen3_vl"),
+    ],
+    indirect=True,
+)
 def test_an_image_is_restored_from_blocks(engine: Engine) -> None:
     sequence, size = engine.sequences.open(exact=True), engine.capabilities.block_tokens
     prefill(engine, sequence, PROMPT[: size - 6])
@@ -108,9 +115,7 @@ def test_an_image_is_restored_from_blocks(engine: Engine) -> None:
     assert ask(engine, into) == ask(engine, sequence)
 
 
-@pytest.mark.parametrize(
-    "engine", ["fake", "numpy", "llama", "lfm2", "qwen2vl", "qwen35"], indirect=True
-)
+@splitting_engines
 def test_an_image_is_split_into_steps_if_the_engine_allows_it(engine: Engine) -> None:
     assert not engine.capabilities.whole_pictures
     whole, cut = engine.sequences.open(exact=True), engine.sequences.open(exact=True)

@@ -141,12 +141,23 @@ def test_a_model_folder_is_served_under_its_name(
     assert list(served_names(Config(model=(".",)))) == ["tiny-4bit"]
 
 
-def test_a_model_folder_has_no_projector(folder: Path) -> None:
+def test_a_model_folder_without_a_vision_part_takes_no_images(folder: Path) -> None:
     write_gguf(folder.with_name("mmproj-f16.gguf"))  # of another model
     assert (fetched(folder).mmproj, fetched(folder).adapter) == (None, None)
-    for setting in ({"vlm": True}, {"mmproj": folder}):
-        with pytest.raises(ModelError, match="models in folders read text only"):
-            fetched(folder, **setting)
+    with pytest.raises(ModelError, match=r"no vision part .* Omit --vlm"):
+        fetched(folder, vlm=True)
+    with pytest.raises(ModelError, match="Give --vlm in place of --mmproj"):
+        fetched(folder, mmproj=folder)
+
+
+def test_a_model_folder_with_a_vision_part_is_its_own_projector(folder: Path) -> None:
+    (folder / "config.json").write_text('{"vision_config": {"hidden_size": 8}}')
+    for setting, required in ({}, False), ({"vlm": True}, True):
+        assert fetched(folder, **setting).mmproj == str(folder)
+        assert fetched(folder, **setting).requires_vision is required
+    assert fetched(folder, vlm=False).mmproj is None
+    assert fetched(folder, adapter=folder).mmproj is None  # adapters are for text
+    assert fetched(folder, adapter=folder, vlm=True).mmproj == str(folder)
 
 
 def test_an_adapter_makes_a_different_model(folder: Path, model: Path, tmp_path: Path) -> None:

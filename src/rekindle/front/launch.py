@@ -40,6 +40,7 @@ from rekindle.http.body import LIMITS
 from rekindle.http.logs import log_to
 from rekindle.http.middleware import DRAIN_S, Drain, Server
 from rekindle.http.protocol import HttpProtocol
+from rekindle.models.folder import has_vision
 from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import progress_bar, progress_on
 from rekindle.models.pull import find_projector, loadable, pull
@@ -175,14 +176,22 @@ def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
 
 
 def _projector(config: Config, name: str, path: Path, console: Console) -> Path | None:
-    """Return the file of the vision projector. Only GGUF models have one."""
-    if path.is_dir() and (config.vlm or config.mmproj is not None):
+    """Return the file of the vision projector, or the model folder itself, which contains one."""
+    if path.is_dir() and config.mmproj is not None:
         raise ModelError(
-            f"{name} is a folder, and models in folders read text only. Leave --vlm and --mmproj "
-            "out, or give a GGUF model."
+            f"{name} is a folder, which contains its projector if it has one. Give --vlm in place "
+            "of --mmproj."
         )
-    if path.is_dir() or config.vlm is False:
+    if config.vlm is False:
         return None
+    if path.is_dir():
+        if config.vlm and not has_vision(path):
+            raise ModelError(
+                f"{name} has no vision part (`vision_config` in config.json), so it takes no "
+                "images. Omit --vlm."
+            )
+        only_text = config.adapter is not None and not config.vlm  # adapters are for text
+        return path if has_vision(path) and not only_text else None
     if config.mmproj is not None:
         check_gguf(config.mmproj)
         return config.mmproj

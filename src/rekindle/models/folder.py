@@ -29,6 +29,12 @@ def is_model_folder(path: Path) -> bool:
     return (path / CONFIG).is_file() and any(path.glob("*.safetensors"))
 
 
+def has_vision(folder: Path) -> bool:
+    """Return whether the configuration describes a vision tower."""
+    path = folder / CONFIG
+    return path.is_file() and bool(read_json(path).get("vision_config"))
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:

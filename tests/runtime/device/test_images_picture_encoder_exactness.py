@@ -14,6 +14,7 @@ from msgspec import structs
 
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.llamacpp.engine import LlamaCppEngine
+from rekindle.engine.mlx.engine import MlxEngine
 from rekindle.protocol.requests import SamplingParams
 from rekindle.runtime.encode.request import EncodedRequest
 from tests.support.harness import Reply, RuntimeHarness
@@ -28,6 +29,7 @@ from tests.support.tiny_projector import (
     write_qwen2vl_projector,
 )
 from tests.support.tiny_qwen import write_qwen2vl, write_qwen35
+from tests.support.tiny_vision import write_tiny_vision
 
 Write = Callable[[Path], Path]
 MODELS: dict[str, tuple[Write, Write | None]] = {  # with projectors
@@ -38,15 +40,28 @@ MODELS: dict[str, tuple[Write, Write | None]] = {  # with projectors
     "qwen35": (write_qwen35, write_qwen2vl_projector),  # both
     "numpy": (write_numpy, None),
 }
+MLX_FAMILIES = (
+    "gemma3",  # state that cannot be truncated, and pictures that are computed whole
+    "qwen3_vl",  # a picture's tokens have one position, and vectors for several layers
+    "smolvlm",  # several tiles
+)
 IMAGE = {"type": "image"}
 PICTURES = [drawn(0), drawn(1, 160, 96), drawn(2, 96, 160)]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, *(f"mlx-{each}" for each in MLX_FAMILIES)])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ObservedEngine]:
     folder = tmp_path_factory.mktemp("model")
+    if request.param.startswith("mlx-"):
+        path = write_tiny_vision(folder / "tiny", request.param.removeprefix("mlx-"))
+        built: ObservedEngine = MlxEngine(
+            EngineOptions(path=path, mmproj=path, parallel=4, context_tokens=2048)
+        )
+        yield built
+        built.close()
+        return
     write, write_projector = MODELS[request.param]
     options = EngineOptions(
         path=write(folder / "tiny.gguf"),
@@ -55,7 +70,7 @@ def engine(
         threads=1,
         context_tokens=2048,
     )
-    built: ObservedEngine = LlamaCppEngine(options) if write_projector else NumpyEngine(options)
+    built = LlamaCppEngine(options) if write_projector else NumpyEngine(options)
     yield built
     built.close()
 

@@ -24,19 +24,17 @@ from ctypes import (
     c_uint32,
     c_void_p,
 )
-from dataclasses import dataclass
-from functools import cache, lru_cache, reduce
-from operator import add
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from blake3 import blake3
 
 from rekindle.engine.base import EngineOptions, Matrix
 from rekindle.engine.llamacpp.batch import PLACE, Places, join_places
 from rekindle.engine.llamacpp.bindings import check_layout, declare, load_library
 from rekindle.engine.llamacpp.model import LlamaModel
+from rekindle.engine.pictures import Part, tokens_of
 from rekindle.errors import BadRequest, ProjectorError, ServerError
 from rekindle.protocol.requests import Picture
 from rekindle.tokens import MIN_MEDIA_TOKENS, Tokens
@@ -110,15 +108,6 @@ def load_mtmd() -> Any:
     check_layout("projector", library.mtmd_context_params_default(), _KNOWN_PARAMS)
     library.mtmd_log_set(library._on_log, None)
     return library
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A part of a picture: tokens of the vocabulary, or a number of vectors."""
-
-    ids: tuple[int, ...] = ()
-    vectors: int = 0
-    positions: int = 0  # of the vectors
 
 
 class Projector:
@@ -203,18 +192,7 @@ class Projector:
 
     def tokens(self, width: int, height: int, digest: bytes) -> Tokens:
         """Return the tokens of a picture; raises BadRequest if it cannot be encoded."""
-        parts = self._parts(width, height)
-        spans = sum(part.vectors > 0 for part in parts)
-        digests = iter([digest] if spans == 1 else [_span_digest(digest, n) for n in range(spans)])
-        return reduce(
-            add,
-            (
-                Tokens.of_media(next(digests), part.vectors, part.positions)
-                if part.vectors
-                else Tokens.of(part.ids)
-                for part in parts
-            ),
-        )
+        return tokens_of(self._parts(width, height), digest)
 
     def _read_parts(self, width: int, height: int) -> tuple[Part, ...]:
         with self._chunks(width, height, None) as chunks:
@@ -282,8 +260,3 @@ class Projector:
         if self.has_places:
             return join_places(vectors, self._positions(chunk)[:, 1:])
         return vectors.copy()
-
-
-def _span_digest(digest: bytes, number: int) -> bytes:
-    """Tell the tiles of one picture from each other."""
-    return blake3(digest + number.to_bytes(4, "big")).digest()

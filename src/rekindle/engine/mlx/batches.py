@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import numpy as np
 
-from rekindle.engine.base import KvType, Row, Sequence, Work
+from rekindle.engine.base import KvType, Matrix, Row, Sequence, Work
 from rekindle.engine.mlx.layers import STEP
 
 Caches = list[Any]  # mlx_lm's cache of each layer, of one sequence
@@ -232,7 +232,11 @@ class Computation:
         for item in work:
             sequence = item.sequence
             assert isinstance(sequence, MlxSequence)
-            if item.sampler is None:
+            if item.vectors is not None:
+                logits = self._show(sequence, item.vectors)
+                if item.sampler is not None:
+                    self._choose([item], logits)
+            elif item.sampler is None:
                 self._append(sequence, item.tokens)
             elif sequence.exact:
                 self._choose([item], self._append(sequence, item.tokens))
@@ -270,6 +274,13 @@ class Computation:
         """Append tokens to one sequence, and return the logits of the last one."""
         caches = sequence.take()
         logits: mx.array = self._model(mx.array([list(tokens)]), cache=caches)[:, -1, :]
+        self._states += states(caches)
+        return logits
+
+    def _show(self, sequence: MlxSequence, vectors: Matrix) -> mx.array:
+        """Append vectors of an image to one sequence, and return the logits of the last one."""
+        caches = sequence.take()
+        logits: mx.array = self._model.show(vectors, cache=caches)[:, -1, :]
         self._states += states(caches)
         return logits
 

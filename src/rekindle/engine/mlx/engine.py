@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from rekindle.engine.mlx.model import load_model
 from rekindle.engine.mlx.prompt_caches import PromptCaches
 from rekindle.engine.mlx.sequences import MlxSequences
 from rekindle.engine.mlx.tokenizer import load_tokenizer
+from rekindle.engine.mlx.vision import Vision, load_vision_model
 from rekindle.engine.sampling.sampler import TokenSampler, build_step_sampler
 from rekindle.errors import PoolFull, Unsupported
 from rekindle.protocol.requests import Picture
@@ -54,9 +55,13 @@ class MlxEngine:
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
         device = memory.choose_device(options.gpu_layers)
-        loaded = load_model(options, on_progress)
+        load = load_vision_model if options.mmproj else load_model
+        loaded = load(options, on_progress)
         self._model = loaded.model
         self.tokenizer = load_tokenizer(options.path, loaded.vocabulary_size)
+        self._vision = (
+            Vision(loaded.model, options.path, self.tokenizer) if options.mmproj else None
+        )
         self.chat_template = self.tokenizer.chat_template
         layouts = Layouts(loaded.model, loaded.fingerprint)
         self.capabilities, pools = memory.plan_memory(options, loaded, layouts, device)
@@ -68,15 +73,20 @@ class MlxEngine:
             if can_batch(layouts.make_caches(kv_type))
         }
         self.sequences = MlxSequences(layouts, self.capabilities, pools, self._batches, free_bytes)
-        self.state_files = PromptCaches(layouts, self.capabilities.kv_type, free_bytes)
+        self.state_files = (
+            None  # mlx_lm has no such caches
+            if layouts.has_positions
+            else PromptCaches(layouts, self.capabilities.kv_type, free_bytes)
+        )
         busy_cores = 0 if device == "gpu" else options.threads
         self._step_sampler = build_step_sampler(busy_cores)
         #: Called with the raw logits of every sampled token, so that tests can compare bits.
         self.observe: Callable[[Sequence, Row], None] | None = None
 
     def launch(self, work: Seq[Work]) -> MlxPending:
-        if any(item.vectors is not None for item in work):
-            _refuse_pictures()
+        for item in work:
+            if item.vectors is not None and item.vectors.shape != self._seeing.shape(item.tokens):
+                raise ValueError("these are not the vectors of this image")
         _check_room(work, self.sequences.free_tokens)
         with self.sequences.reset_when_broken():
             computation = Computation(self._model, self._batches, self.sequences.free_tokens)
@@ -107,10 +117,18 @@ class MlxEngine:
         return [None if item.sampler is None else next(sampled) for item in pending.work]
 
     def picture_tokens(self, width: int, height: int, digest: bytes) -> Tokens:
-        _refuse_pictures()
+        return self._seeing.tokens(width, height, digest)
 
     def encode_picture(self, picture: Picture) -> list[Matrix]:
-        _refuse_pictures()
+        return self._seeing.encode(picture)
+
+    @property
+    def _seeing(self) -> Vision:
+        if self._vision is None:
+            raise Unsupported(
+                "This model takes no images: send text, or serve an MLX vision model with --vlm."
+            )
+        return self._vision
 
     def close(self) -> None:
         self._step_sampler.close()
@@ -121,7 +139,3 @@ def _check_room(work: Seq[Work], free_tokens: Callable[[KvType], int]) -> None:
     kv_types = {item.sequence.kv_type for item in work if not item.sequence.exact}
     if any(added_tokens(work, kv_type) > free_tokens(kv_type) for kv_type in kv_types):
         raise PoolFull("no free cells for this step")
-
-
-def _refuse_pictures() -> NoReturn:
-    raise Unsupported("MLX models take no images: send text, or serve a GGUF model.")

@@ -28,6 +28,7 @@ from mlx_lm.models.cache import (
 )
 
 from rekindle.engine.base import Blob
+from rekindle.engine.mlx.positions import PositionCache
 from rekindle.errors import CorruptBlock, ModelError
 
 
@@ -81,7 +82,7 @@ _POSITIONS_AXIS = 2
 STEP = 256  # buffers grow by a multiple of this many positions, as in mlx_lm
 _INDEX = _DIMENSION = struct.Struct("<I")
 _PRESENT = struct.Struct("<?")
-_KINDS = {KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache}
+_KINDS = {KVCache, RotatingKVCache, ChunkedKVCache, ArraysCache, PositionCache}
 
 Part = bytes | mx.array  # of a blob
 
@@ -142,6 +143,11 @@ class Positions:
     @property
     def token_bytes(self) -> int:
         return sum(each.size_bytes(1) for each in self.rows)
+
+    @property
+    def has_integers(self) -> bool:
+        """Whether these are positions of M-RoPE, which are never quantised."""
+        return any(each.dtype == mx.int32 for each in self.rows)
 
     def read(self, cache: Any, start: int, stop: int) -> list[Part]:
         if self.rows and not 0 <= start <= stop <= cache.offset:

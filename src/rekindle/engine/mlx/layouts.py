@@ -26,6 +26,7 @@ from rekindle.engine.mlx.layers import (
     check_kinds,
     joined,
 )
+from rekindle.engine.mlx.positions import PositionCache
 from rekindle.engine.mlx.quantized_batch import MergingQuantizedKVCache
 from rekindle.engine.mlx.state import StateLayout, block_header, share
 from rekindle.errors import CorruptBlock, ModelError
@@ -55,14 +56,14 @@ class Quantisation:
         return packed, groups, groups
 
     def layer(self, layer: Layer) -> Layer:
-        if not isinstance(layer, Positions):
+        if not isinstance(layer, Positions) or layer.has_integers:
             return layer
         return Positions(tuple(each for rows in layer.rows for each in self._rows(rows)))
 
     def cache(self, cache: Any) -> Any:
         if isinstance(cache, CacheList):
             return CacheList(*map(self.cache, cache.caches))
-        if isinstance(cache, KVCache):
+        if isinstance(cache, KVCache) and not isinstance(cache, PositionCache):
             return MergingQuantizedKVCache(group_size=self.group_size, bits=self.bits)
         return cache
 
@@ -94,6 +95,7 @@ class Layouts:
         for name, quantisation in self._quantisations.items():
             self._layouts[name] = StateLayout(tuple(map(quantisation.layer, default.layers)))
         self.can_truncate = default.can_truncate
+        self.has_positions = any(each.has_integers for each in default.positions)
         self.kv = {name: self._kv_layout(name, fingerprint) for name in self._layouts}
 
     def __getitem__(self, kv_type: KvType) -> StateLayout:
@@ -129,7 +131,12 @@ class Layouts:
             raise ValueError(f"{target} cells do not have fewer bits than {source} cells")
         reader = Reader(blob)
         parts: list[Part] = [block_header(tokens)]
-        for arrays in self._layouts[source].parse_positions(reader, tokens):
+        layout = self._layouts[source]
+        parsed = layout.parse_positions(reader, tokens)
+        for layer, arrays in zip(layout.positions, parsed, strict=True):
+            if layer.has_integers:
+                parts += arrays
+                continue
             if source in self._quantisations:
                 arrays = self._quantisations[source].floats(arrays)
             for array in arrays:
@@ -163,7 +170,7 @@ def _measured(model: Any, caches: list[Any]) -> StateLayout:
 
 def _fitting(model: Any, default: StateLayout) -> Iterator[Quantisation]:
     """Yield the quantisations that all layers and the model's attention support."""
-    layers = [layer for layer in default.positions if layer.rows]
+    layers = [layer for layer in default.positions if layer.rows and not layer.has_integers]
     fitting = [each for each in QUANTISATIONS if all(map(each.fits, layers))]
     if layers and fitting and _attends_to_quantised(model, fitting[0]):
         yield from fitting

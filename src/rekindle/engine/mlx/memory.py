@@ -86,6 +86,8 @@ def plan_memory(
         device=device,
         kv_type=kv_type,
         kv=layouts.kv,
+        modalities=loaded.modalities,
+        whole_pictures=loaded.whole_pictures,
         shares_cells=False,
         idle_is_free=True,
         async_launch=True,

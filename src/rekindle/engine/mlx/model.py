@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,26 +19,36 @@ from rekindle.engine.base import EngineOptions, OnProgress
 from rekindle.errors import ModelError
 from rekindle.models.folder import CONFIG, TOKENIZER, check_folder, read_json, weight_files
 from rekindle.models.safetensors import tensor_names
+from rekindle.protocol.requests import TEXT
 
 ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 QUANTISATION = "hf_quant_config.json"  # mlx_lm reads it if the configuration has no quantisation
 
 
-def state_fingerprint(folder: Path, adapter: Path | None) -> bytes:
-    """Hash everything but tokens and KV type that the bytes of a state depend on.
+def state_fingerprint(
+    folder: Path,
+    adapter: Path | None,
+    *,
+    files: Seq[Path] = (),
+    packages: tuple[str, ...] = (),
+) -> bytes:
+    """Hash everything but tokens and KV type that the bytes of a state depend on. `files` and
+    `packages` are those that only vision uses.
 
     Includes weights, configuration, adapter, libraries and device. The tokenizer is included, so
     that a repaired one starts anew. Templates are not: they change no state.
     """
-    files = [folder / CONFIG, folder / TOKENIZER, *weight_files(folder)]
+    files = [folder / CONFIG, folder / TOKENIZER, *weight_files(folder), *files]
     files += [folder / QUANTISATION] if (folder / QUANTISATION).is_file() else []
     files += [adapter / name for name in ADAPTER_FILES] if adapter else []
-    return blake3(repr((_numerics(), len(files))).encode() + b"".join(map(_hash, files))).digest()
+    return blake3(
+        repr((_numerics(packages), len(files))).encode() + b"".join(map(_hash, files))
+    ).digest()
 
 
-def _numerics() -> tuple[str, ...]:
+def _numerics(packages: tuple[str, ...]) -> tuple[str, ...]:
     """Name the libraries and the device. The BLAS of a CPU chooses kernels by the processor."""
-    versions = tuple(f"{name} {version(name)}" for name in ("mlx", "mlx-lm"))
+    versions = tuple(f"{name} {version(name)}" for name in ("mlx", "mlx-lm", *packages))
     device = mx.default_device()
     about = mx.device_info(device)
     names = (f"{about.get(key)}" for key in ("architecture", "device_name"))
@@ -55,13 +66,15 @@ CONTEXT_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    model: Module
+    model: Any  # of mlx_lm, or something that is called like one
     architecture: str
     parameters: int
     quantization: str  # of its weights: "4bit", or their type
     vocabulary_size: int  # of a row of logits
     context_tokens: int  # the longest it was trained for
     fingerprint: bytes  # of everything but the KV type
+    modalities: frozenset[str] = frozenset({TEXT})
+    whole_pictures: bool = False  # every vector of a picture attends to all of its others
 
 
 def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
@@ -87,8 +100,8 @@ def load_model(options: EngineOptions, on_progress: OnProgress) -> LoadedModel:
     return LoadedModel(
         model=model,
         architecture=config["model_type"],
-        parameters=_parameters(model),
-        quantization=_quantization(model, config),
+        parameters=count_parameters(model),
+        quantization=quantisation_of(model, config),
         vocabulary_size=int(rows.shape[-1]),
         context_tokens=first_number(config, CONTEXT_LENGTHS) or UNLIMITED_TOKENS,
         fingerprint=state_fingerprint(folder, options.adapter),
@@ -144,7 +157,7 @@ def _arrays(model: Module) -> list[mx.array]:
     return list(named.values())
 
 
-def _parameters(model: Module) -> int:
+def count_parameters(model: Module) -> int:
     """Count quantised weights by the number of values. Returns 0 if that is unknown."""
     try:
         return int(mlx_lm.utils.get_total_parameters(model))
@@ -152,7 +165,7 @@ def _parameters(model: Module) -> int:
         return 0
 
 
-def _quantization(model: Module, config: dict[str, Any]) -> str:
+def quantisation_of(model: Module, config: dict[str, Any]) -> str:
     about = config.get("quantization")
     bits = about.get("bits") if isinstance(about, dict) else None
     if bits:
