@@ -353,6 +353,7 @@ class FakeEngine:
     state_files: StateFiles | None = None
     park_tokens: int = 0
     async_launch: bool = False
+    can_be_exact: bool = True
     scatters: bool = False  # rows of steps with several sequences are not contiguous
 
     def __post_init__(self) -> None:
@@ -369,6 +370,7 @@ class FakeEngine:
             block_tokens=self.block_tokens,
             step_tokens=self.block_tokens * 2,
             context_tokens=self.context_tokens,
+            can_be_exact=self.can_be_exact,
             batch_tokens=self.batch_tokens,
             pool_tokens=self.pool_tokens,
             sequences=self.max_sequences,

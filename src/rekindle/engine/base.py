@@ -114,6 +114,7 @@ class Capabilities:
     sequences: int  # shared sequences of one KV type that may be open
     exact_sequences: int  # exact sequences, of all types, that may compute
     can_truncate: bool  # state can be cut at any position, not only at checkpoints
+    can_be_exact: bool = True  # exact sequences compute the same bits whenever they compute
     device: Literal["cpu", "gpu"]
     kv_type: KvType  # default
     kv: Mapping[KvType, KvLayout]  # all supported types

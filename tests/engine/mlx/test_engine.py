@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from rekindle.engine.base import EngineOptions
+from rekindle.engine.mlx import memory
 from rekindle.engine.mlx.engine import MlxEngine
 from rekindle.errors import CorruptBlock, EngineBroken
 from tests.contract.actions import PROMPT, cold, prefill
@@ -28,6 +29,23 @@ def test_capabilities_describe_the_model(engine: MlxEngine) -> None:
     about = engine.capabilities
     assert (about.architecture, about.quantization) == ("llama", "float32")
     assert about.parameters > 0
+
+
+def test_on_an_nvidia_gpu_there_is_no_exact_mode_and_no_quantised_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured there: equal steps give other bits, and attention over quantised cells fails."""
+    options = EngineOptions(
+        path=write_tiny_mlx(tmp_path / "tiny", head_dim=64), parallel=2, context_tokens=512
+    )
+    elsewhere = MlxEngine(options)
+    monkeypatch.setattr(memory, "is_cuda", lambda _device: True)
+    there = MlxEngine(options)
+    assert len(elsewhere.capabilities.kv) > 1
+    assert list(there.capabilities.kv) == ["f32"]
+    assert (elsewhere.capabilities.can_be_exact, there.capabilities.can_be_exact) == (True, False)
+    elsewhere.close()
+    there.close()
 
 
 def test_after_a_failed_restore_the_engine_is_empty_and_works(

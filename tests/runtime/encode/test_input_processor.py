@@ -11,7 +11,7 @@ from msgspec import structs
 
 from rekindle.chat.grammar.matcher import GrammarCompiler
 from rekindle.engine.base import TokenMask
-from rekindle.errors import ContextTooLong
+from rekindle.errors import ContextTooLong, Unsupported
 from rekindle.protocol.requests import Choice, GenerateRequest, Names, SamplingParams, ToolUse
 from tests.chat.tool_templates import HERMES
 from tests.support.agent import TOOLS
@@ -99,3 +99,12 @@ def test_no_grammar_is_compiled_for_a_prompt_that_does_not_fit(fields: Any, foun
     ):
         processor.encode(structs.replace(ASK, **fields))
     compiled.assert_not_called()
+
+
+def test_an_exact_request_is_refused_where_no_answer_would_be_exact() -> None:
+    processor = RuntimeHarness(FakeEngine(can_be_exact=False)).runtime.input_processor
+    asked = GenerateRequest(turn=1, prompt=[1, 2, 3], sampling=SamplingParams(), max_tokens=4)
+    assert processor.encode(asked)
+    with pytest.raises(Unsupported, match="cache_exact") as raised:
+        processor.encode(structs.replace(asked, exact=True))
+    assert raised.value.param == "cache_exact"

@@ -63,7 +63,8 @@ class MlxEngine:
             Vision(loaded.model, options.path, self.tokenizer) if options.mmproj else None
         )
         self.chat_template = self.tokenizer.chat_template
-        layouts = Layouts(loaded.model, loaded.fingerprint)
+        can_quantise = not memory.is_cuda(device)
+        layouts = Layouts(loaded.model, loaded.fingerprint, can_quantise=can_quantise)
         self.capabilities, pools = memory.plan_memory(options, loaded, layouts, device)
         memory.wire(device)
         free_bytes = partial(memory.free_bytes, device)

@@ -86,11 +86,12 @@ QUANTISATIONS = tuple(Quantisation(bits, group) for bits in (8, 4) for group in 
 class Layouts:
     """The layouts of all KV types of a loaded model."""
 
-    def __init__(self, model: Any, fingerprint: bytes) -> None:
+    def __init__(self, model: Any, fingerprint: bytes, *, can_quantise: bool = True) -> None:
         self._model = model
         default = _measured(model, make_prompt_cache(model))
         self.default = _FLOAT_NAMES[_dtype(default)]
-        self._quantisations = {each.name: each for each in _fitting(model, default)}
+        fitting = _fitting(model, default) if can_quantise else ()
+        self._quantisations = {each.name: each for each in fitting}
         self._layouts = {self.default: default}
         for name, quantisation in self._quantisations.items():
             self._layouts[name] = StateLayout(tuple(map(quantisation.layer, default.layers)))

@@ -25,6 +25,12 @@ def choose_device(gpu_layers: int | None) -> Device:
     return "gpu" if mx.default_device().type == mx.gpu else "cpu"
 
 
+def is_cuda(device: Device) -> bool:
+    """Whether MLX computes on an NVIDIA GPU. There equal steps do not give equal bits, and MLX
+    cannot compute attention over quantised KV cells."""
+    return device == "gpu" and not mx.metal.is_available()
+
+
 def free_bytes(device: Device) -> int:
     if device == "gpu":
         limit = working_set_bytes()
@@ -83,6 +89,7 @@ def plan_memory(
         sequences=sequences,
         exact_sequences=min(max(exact, 1), options.parallel),
         can_truncate=layouts.can_truncate,
+        can_be_exact=not is_cuda(device),
         device=device,
         kv_type=kv_type,
         kv=layouts.kv,

@@ -20,7 +20,7 @@ from rekindle.chat.normalise import normalise
 from rekindle.chat.prompt import Pictures, Prompt
 from rekindle.chat.tools.registry import select
 from rekindle.engine.base import Engine, TokenMask
-from rekindle.errors import BadRequest, ContextTooLong
+from rekindle.errors import BadRequest, ContextTooLong, Unsupported
 from rekindle.kvcache.block import namespace
 from rekindle.protocol.admin import IndexPrompt, Tokenize, Validate
 from rekindle.protocol.requests import GenerateRequest, count_images
@@ -89,6 +89,12 @@ class InputProcessor:
 
         Raises a ServerError for a request that this model cannot answer.
         """
+        if request.exact and not self._capabilities.can_be_exact:
+            raise Unsupported(
+                "This model cannot answer exactly: MLX does not compute the same bits twice on an "
+                "NVIDIA GPU. Leave `cache_exact` out, or serve the model with --engine llama.cpp.",
+                param="cache_exact",
+            )
         check_token_ids(request.sampling.logit_bias, self.tokenizer, "logit_bias")
         check_token_ids(request.stop_token_ids, self.tokenizer, "stop_token_ids")
         is_shared = request.prepare is not None and request.prepare.shared
