@@ -57,6 +57,7 @@ class IndexDb:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._copied_changes = -1  # number of changes at the last backup
+        self.lacks_backup = False  # a deletion has removed it
         self._is_in_use = False
         self._has_failed = False  # a commit failed, so its changes are missing here
         is_new = _make_private(path)
@@ -141,11 +142,14 @@ class IndexDb:
         return [] if found == ["ok"] else found
 
     def commit(self, changes: Iterable[Change]) -> None:
-        """Apply all changes or none. On return they are on disk."""
+        """Apply all changes or none. On return they are on disk, and the contents of erased entries
+        are in no file."""
+        erases = False
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for change in changes:
                 self._apply(change)
+                erases |= isinstance(change, DropEntry) and change.erased
             self._db.execute("COMMIT")
         except BaseException:
             self._has_failed = True
@@ -154,6 +158,19 @@ class IndexDb:
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
             raise
+        if erases:
+            self._erase_copies()
+
+    def _erase_copies(self) -> None:
+        """Remove what log and backup still have of deleted rows. Rewriting the backup would take
+        time that grows with the index, so it is removed, and `backup` soon writes another."""
+        with suppress(sqlite3.Error):  # `secure_delete` has overwritten the rows in the file
+            self._checkpoint()
+        backup = beside(self._path, BACKUP)
+        if backup.exists():
+            backup.unlink()
+            sync_path(backup.parent)
+            self.lacks_backup = True
 
     def _apply(self, change: Change) -> None:
         match change:
@@ -165,8 +182,8 @@ class IndexDb:
                 self._entries.put(change)
             case TouchEntry():
                 self._entries.touch(change)
-            case DropEntry(key):
-                self._entries.drop(key)
+            case DropEntry():
+                self._entries.drop(change.key)
 
     def backup(self) -> None:
         """Publish a whole copy next to the index, unless nothing has changed since the last one."""
@@ -187,6 +204,7 @@ class IndexDb:
                 new.unlink(missing_ok=True)
             raise
         self._copied_changes = changes
+        self.lacks_backup = False
 
 
 def beside(path: Path, suffix: str) -> Path:
