@@ -97,8 +97,9 @@ def test_the_parameters_of_mirostat_change_nothing_where_it_is_off() -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
 def test_sampling_parameters_have_the_same_effect_in_each_dialect(path: str) -> None:
     front = Front()
-    fields = {"top_k": 7, "min_p": 0.2, "typical_p": 0.9, "repetition_penalty": 1.2, "seed": 5,
-              "repetition_context_size": 9, "presence_penalty": 0.5, "frequency_penalty": 0.25}  # fmt: skip
+    filters = {"top_k": 7, "min_p": 0.2, "typical_p": 0.9}
+    penalties = {"repetition_penalty": 1.2, "repetition_context_size": 9, "presence_penalty": 0.5}
+    fields = {**filters, **penalties, "frequency_penalty": 0.25, "seed": 5}
     assert front.post(path, {**ENDPOINTS[path][0], **fields}).is_success
     sampling = front.runtime.requested.sampling
     assert {name: getattr(sampling, name) for name in fields} == fields
