@@ -4,6 +4,7 @@ in any tier, in the engine's memory, in encoded images or in files (decision 45)
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from rekindle.protocol.admin import (
     RemoveOld,
     RemoveSession,
     Stats,
+    StoreDocument,
 )
 from rekindle.protocol.requests import GenerateRequest, Names, Picture, Prepare
 from tests.stress.storage_harness import StorageHarness, load
@@ -129,6 +131,43 @@ def test_a_deleted_session_does_not_return_after_a_restart(
     delete_everything(again)
     again.close()
     assert files(tmp_path) == []
+
+
+def test_deleted_text_is_in_no_file_and_does_not_return_with_a_backup(tmp_path: Path) -> None:
+    live, killed = tmp_path / "live", tmp_path / "killed"
+    harness = RuntimeHarness(FakeEngine(), folder=live)
+    harness.ask(A, names=Names(session_id="5", entry_key="conv_1"))
+    harness.administer(StoreDocument(key="conv_1", content=b"secret words"))
+    assert harness.disk is not None
+    harness.disk.back_up({})
+    harness.flush()
+    [index] = live.glob("*/index.db")
+    assert b"secret words" in index.with_name("index.db.bak").read_bytes()
+    harness.administer(DeleteEntry("conv_1"))
+    found = [each for each in live.rglob("*") if each.is_file()]
+    assert not any(b"secret words" in each.read_bytes() for each in found)
+    shutil.copytree(live, killed)
+    harness.close()
+    (killed / index.relative_to(live)).unlink()
+    again = RuntimeHarness(FakeEngine(), folder=killed)
+    nothing_is_left(again)
+    again.close()
+
+
+def test_an_index_without_a_backup_is_backed_up_within_a_minute(tmp_path: Path) -> None:
+    harness = RuntimeHarness(FakeEngine(), folder=tmp_path)
+    harness.ask(A, names=Names(session_id="5"))
+    harness.ask(B)
+    assert harness.disk is not None
+    harness.disk.back_up({})
+    harness.flush()
+    harness.administer(RemoveSession("5"))
+    assert harness.disk.lacks_backup
+    for _ in harness.storage.upkeep():
+        pass
+    harness.flush()
+    assert list(tmp_path.glob("*/index.db.bak"))
+    harness.close()
 
 
 def test_conversations_that_share_a_prompt_cache_key_keep_their_state(

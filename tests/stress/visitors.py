@@ -65,6 +65,7 @@ class Visitor:
             self.chat, self.chat, self.stream, self.cancel, self.tools, self.form, self.complete,
             self.look, self.change, self.prepare, self.quantise, self.see, self.embed, self.rank,
             self.messages, self.ollama, self.respond, self.respond, self.converse, self.tokenise,
+            self.complete_as_llama, self.thread, self.compute_in_background,
         ]  # fmt: skip
 
     def visit(self, until_s: float) -> None:
@@ -236,6 +237,46 @@ class Visitor:
         self._check(client.get(f"{path}/items"), path, *GONE)
         if self.chance.random() < 0.8:
             self._check(client.delete(path), path, *GONE)
+
+    def complete_as_llama(self, client: httpx.Client) -> None:
+        """The endpoints of llama.cpp's server."""
+        body = {"prompt": self._topic(), "n_predict": REPLY_TOKENS, "temperature": 0}
+        if self.chance.random() < 0.5:
+            self._post(client, "/completion", body)
+            return
+        with client.stream("POST", "/completion", json={**body, "stream": True}) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        if stream.status_code != httpx.codes.OK or '"stop":true' not in lines[-1]:
+            raise Unexpected(f"a stream ended with {stream.status_code}: {lines[-1:]}")
+
+    def thread(self, client: httpx.Client) -> None:
+        """Let the server keep a conversation, and continue it a few times."""
+        text = {"type": "text", "text": self._topic()}
+        created = self._of_message([text], thread={"type": "create"})
+        last = self._post(client, MESSAGES, created)["id"]
+        for _ in range(self.chance.randrange(MOST_TURNS)):
+            going_on = {"type": "continue", "previous_message_id": last}
+            answer = client.post(MESSAGES, json=self._of_message([], thread=going_on))
+            self._check(answer, MESSAGES, *GONE)
+            if answer.status_code in GONE:  # others needed its room
+                return
+            last = answer.json()["id"]
+
+    def compute_in_background(self, client: httpx.Client) -> None:
+        """Leave a response to the server. It is cancelled, read until it ends, or forgotten."""
+        body = self._of_response(input=self._topic(), background=True)
+        created = self._check(client.post(RESPONSES, json=body), RESPONSES, *GONE)
+        path = f"{RESPONSES}/{created.json().get('id')}"
+        if created.status_code in GONE:
+            return
+        what = self.chance.randrange(3)
+        if what == 0:  # it may have ended already
+            self._check(client.post(f"{path}/cancel"), path, *GONE, httpx.codes.BAD_REQUEST)
+        elif what == 1:
+            with client.stream("GET", path, params={"stream": True}) as stream:
+                lines = [line for line in stream.iter_lines() if line]
+            if stream.status_code not in (httpx.codes.OK, *GONE):
+                raise Unexpected(f"a stream ended with {stream.status_code}: {lines[-1:]}")
 
     def tokenise(self, client: httpx.Client) -> None:
         self._post(client, "/v1/tokenize", {"content": self._topic()})

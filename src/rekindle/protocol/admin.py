@@ -230,6 +230,7 @@ class EntryInfo(Struct, tag=True, kw_only=True):
     preview: str = ""  # start of its last user message; shown only to its tenant
     durable: bool = True  # False: changed in memory, but the disk write failed
     lru_position: int = 0  # grows with each use of an entry
+    has_document: bool = False  # it belongs to a stored response, conversation or thread
 
 
 class Branch(Struct):

@@ -77,6 +77,11 @@ WAYS: list[Way] = [
     ("POST", "/v1/responses", {"input": "x", "previous_response_id": "{response}"}),
     ("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "{output}"}]}),
     ("POST", "/v1/responses", {"input": [{"type": "item_reference", "id": "{item}"}]}),
+    (
+        "POST",
+        "/v1/responses/compact",
+        {"model": "tiny", "input": "x", "previous_response_id": "{response}"},
+    ),
     ("POST", "/v1/responses/input_tokens", {"input": "x", "previous_response_id": "{response}"}),
     ("GET", "/v1/responses/{response}", None),
     ("GET", "/v1/responses/{response}?stream=true", None),

@@ -94,6 +94,26 @@ def test_the_parameters_of_mirostat_change_nothing_where_it_is_off() -> None:
     assert Front().chat(mirostat_tau=5.0).status_code == httpx.codes.BAD_REQUEST
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_sampling_parameters_have_the_same_effect_in_each_dialect(path: str) -> None:
+    front = Front()
+    filters = {"top_k": 7, "min_p": 0.2, "typical_p": 0.9}
+    penalties = {"repetition_penalty": 1.2, "repetition_context_size": 9, "presence_penalty": 0.5}
+    fields = {**filters, **penalties, "frequency_penalty": 0.25, "seed": 5}
+    assert front.post(path, {**ENDPOINTS[path][0], **fields}).is_success
+    sampling = front.runtime.requested.sampling
+    assert {name: getattr(sampling, name) for name in fields} == fields
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_each_dialect_can_turn_reuse_off_and_exactness_on(path: str) -> None:
+    front = Front()
+    fields = {"use_kv_cache": False, "cache_exact": True}
+    assert front.post(path, {**ENDPOINTS[path][0], **fields}).is_success
+    assert not front.runtime.requested.reuse
+    assert front.runtime.requested.exact
+
+
 def test_every_field_of_the_tables_is_in_the_documentation() -> None:
     text = Path("docs/clients.md").read_text()
     names = {name for _, table in ENDPOINTS.values() for name in table}

@@ -35,6 +35,7 @@ def test_sessions_are_listed_by_id_with_their_size() -> None:
             entry("b", names=[EntryName("session_id", "12")], size_bytes=30, last_used=6.0),
             entry("c", names=[EntryName("prompt_cache_key", "team")], size_bytes=1),
             entry("d", names=[], size_bytes=1),
+            entry("e", names=[EntryName("session_id", "conv_1")], has_document=True),
         )
     )
     assert front.get(f"{ROOM}/info").json() == {

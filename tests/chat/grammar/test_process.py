@@ -141,6 +141,13 @@ def test_a_request_that_exceeds_its_limits_ends_only_its_process(request_: Gramm
         assert ask(process, asking(schema=SCHEMA)).grammar is not None
 
 
+@pytest.mark.parametrize("request_", [asking(grammar=HANGS), asking(schema=SLOW_TO_COMPILE)])
+def test_the_time_limit_alone_ends_a_request(request_: GrammarRequest) -> None:
+    """There is memory enough. Without the limit the answer would come late, or never."""
+    with running(cpu_s=0.3, memory_bytes=64 << 30) as process, pytest.raises(GrammarTooCostly):
+        ask(process, request_)
+
+
 @pytest.mark.parametrize("classes", [1, 50])
 def test_a_pattern_of_unicode_classes_is_enforced(process: GrammarProcess, classes: int) -> None:
     answer = ask(process, asking(schema={"type": "string", "pattern": unicode_pattern(classes)}))

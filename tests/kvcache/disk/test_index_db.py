@@ -353,6 +353,51 @@ def test_a_backup_that_fails_leaves_the_last_one(
     assert not path.with_name("index.db.bak.tmp").exists()
 
 
+def kept_files(folder: Path, content: bytes) -> list[str]:
+    """The files that contain these bytes."""
+    return sorted(each.name for each in folder.iterdir() if content in each.read_bytes())
+
+
+def test_an_erased_entry_is_in_no_file(path: Path, index_db: IndexDb) -> None:
+    index_db.commit([replace(entry("a"), text=b"secret words"), entry("b")])
+    index_db.backup()
+    index_db.commit([replace(entry("a"), text=b"secret words and more")])
+    assert kept_files(path.parent, b"secret words") == ["index.db", "index.db-wal", "index.db.bak"]
+    index_db.commit([DropEntry("a", erased=True)])
+    assert kept_files(path.parent, b"secret words") == []
+    assert index_db.lacks_backup
+    index_db.backup()
+    assert not index_db.lacks_backup
+    assert kept_files(path.parent, entry("b").text) == ["index.db", "index.db.bak"]
+
+
+def test_a_file_shrinks_when_most_of_it_was_erased(path: Path) -> None:
+    kept = [entry(f"e{n}", names=(("session_id", str(n)),)) for n in range(50)]
+    with closing(IndexDb(path)) as index_db:
+        index_db.commit([*ROWS, *kept[:25]])
+        index_db.commit([replace(entry("a"), document=random.Random(1).randbytes(4 << 20))])
+        index_db.commit(kept[25:])
+        index_db.commit([TouchEntry("a", 1.0, None, 1)])
+        index_db.backup()
+        assert path.stat().st_size > 4 << 20
+        index_db.commit([DropEntry("a", erased=True)])
+        assert sum(each.stat().st_size for each in path.parent.iterdir()) < 1 << 20
+        assert index_db.problems() == []
+    with closing(IndexDb(path)) as index_db:
+        assert index_db.blocks() == ROWS
+        assert index_db.entries() == kept
+
+
+def test_an_entry_that_another_one_replaces_does_not_cost_the_backup(
+    path: Path, index_db: IndexDb
+) -> None:
+    index_db.commit([entry("a")])
+    index_db.backup()
+    index_db.commit([entry("b"), DropEntry("a")])
+    assert path.with_name("index.db.bak").exists()
+    assert not index_db.lacks_backup
+
+
 # -- damage --------------------------------------------------------------------------------------
 
 

@@ -8,13 +8,15 @@ import pytest
 from msgspec.structs import replace
 
 from rekindle.chat.prompt import Prompt
-from rekindle.errors import CacheKeyNotFound, NoRoomForPins
+from rekindle.errors import CacheKeyNotFound, NoRoomForPins, NotFound
 from rekindle.protocol.admin import (
     DeleteEntry,
+    Document,
     EntryInfo,
     EntryList,
     ExportState,
     Flush,
+    GetDocument,
     GetStats,
     IndexPrompt,
     ListEntries,
@@ -24,6 +26,7 @@ from rekindle.protocol.admin import (
     RemoveSession,
     ShowEntry,
     Stats,
+    StoreDocument,
     Validate,
     Validation,
 )
@@ -441,6 +444,21 @@ def test_removing_old_sessions_leaves_what_is_not_a_session(
     assert harness.entries.by_key(harness.namespace(), "resp_1") is not None
     assert len(harness.entries.of(None)) == 3
     assert response.finished
+
+
+def test_a_stored_response_in_a_conversation_is_not_a_session(harness: RuntimeHarness) -> None:
+    """Its state is named after the conversation, but its own API lists and deletes it."""
+    harness.ask(PROMPT, names=Names(entry_key="resp_1", session_id="conv_1"))
+    harness.administer(StoreDocument(key="resp_1", content=b"kept"))
+    removed = harness.administer(RemoveOld(-1))
+    assert isinstance(removed, Removed)
+    assert removed.entries == 0
+    with pytest.raises(NotFound):
+        harness.administer(RemoveSession("conv_1"))
+    assert harness.administer(GetDocument("resp_1")) == Document("resp_1", b"kept")
+    listed = harness.administer(ListEntries())
+    assert isinstance(listed, EntryList)
+    assert [each.has_document for each in listed.entries] == [True]
 
 
 def test_stats_count_a_tenants_turns_and_the_bytes_saved_by_sharing(

@@ -51,6 +51,8 @@ def generate_request(
         max_tokens=body.max_tokens,
         stop=body.stop_sequences or [],
         names=_names(body, message_id),
+        use_cache=body.use_kv_cache,
+        exact=body.cache_exact,
         progress=bool(body.stream),
     )
 

@@ -32,15 +32,32 @@ from rekindle.api.base.fields import (
     limit_depth,
     limit_text,
 )
-from rekindle.api.base.known_fields import FieldTable, Ignored, KnownFields, Refused
+from rekindle.api.base.known_fields import (
+    COMPLETIONS_ONLY,
+    LLAMA_SERVER,
+    VLLM,
+    FieldTable,
+    Ignored,
+    KnownFields,
+    Refused,
+    output_form,
+)
 from rekindle.api.base.messages import limit_messages
-from rekindle.api.base.sampling import CommonSampling
+from rekindle.api.base.sampling import SamplingFields
 from rekindle.api.base.tools import ToolSelection, refuse_duplicates
 from rekindle.errors import BadRequest
 from rekindle.protocol.requests import StructuredOutput, ToolUse
 
 FORMAT = "output_config.format"
 FIELD_TABLE: FieldTable = {
+    **VLLM,
+    **LLAMA_SERVER,
+    **COMPLETIONS_ONLY,
+    **output_form(FORMAT),
+    "max_completion_tokens": Refused("use `max_tokens` instead of"),
+    "n_predict": Refused("use `max_tokens` instead of"),
+    "stop": Refused("use `stop_sequences` instead of", ([],)),
+    "logprobs": Refused("the Messages API has no log probabilities: remove", (False,)),
     "mcp_servers": Refused("the server calls no MCP servers: send `tools` instead of", ([],)),
     "container": Ignored("no tool runs on the server"),
     "context_management": Ignored("conversations are used as they are sent", ({},)),
@@ -250,7 +267,7 @@ class CountTokensRequest(PromptFields):
     """POST /v1/messages/count_tokens."""
 
 
-class MessagesRequest(PromptFields, CommonSampling):
+class MessagesRequest(PromptFields, SamplingFields):
     """POST /v1/messages."""
 
     max_tokens: Count
@@ -259,6 +276,8 @@ class MessagesRequest(PromptFields, CommonSampling):
     top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = None
     metadata: Metadata | None = None
     cache_control: CacheControl | None = None
+    use_kv_cache: bool | None = None
+    cache_exact: bool | None = None
     diagnostics: Diagnostics | None = None
     thread: Annotated[ThreadCreate | ThreadContinue, Field(discriminator="type")] | None = None
 

@@ -135,3 +135,68 @@ LLAMA_SERVER: FieldTable = {
         )
     },
 }
+#: Fields that vLLM adds.
+VLLM: FieldTable = {
+    "prompt_logprobs": Refused("log probabilities of the prompt are not computed: remove"),
+    "prompt_embeds": Refused("prompts are texts or token ids: remove"),
+    "allowed_token_ids": Refused("use `guided_regex` or `grammar` instead of", ([],)),
+    "logprob_token_ids": Refused("use `top_logprobs` instead of", ([],)),
+    "use_beam_search": Refused("beam search is not supported: remove", (False,)),
+    "length_penalty": Refused("beam search is not supported: remove", (1,)),
+    "include_stop_str_in_output": Refused("a reply ends before its stop string: remove", (False,)),
+    "skip_special_tokens": Refused("control tokens are never shown: remove", (True,)),
+    "logits_processors": Refused("logits processors are not supported: remove", ([],)),
+    "return_tokens_as_token_ids": Refused(TOKEN_IDS, (False,)),
+    "return_token_ids": Refused(TOKEN_IDS, (False,)),
+    "return_token_offsets": Refused(TOKEN_IDS, (False,)),
+    "return_prompt_text": Refused("use /v1/apply-template and remove", (False,)),
+    "truncation_side": Refused("prompts are truncated at their beginning: remove", ("left",)),
+    "thinking_token_budget": Refused("reasoning has no limit of its own: remove"),
+    "repetition_detection": Refused("use `dry_multiplier` instead of"),
+    "watermarking": Refused("replies have no watermarks: remove", (False,)),
+    "mm_processor_kwargs": Refused("images have one preprocessing; use `resize` or remove", ({},)),
+    "media_io_kwargs": Refused("videos have one preprocessing: remove", ({},)),
+    "vllm_xargs": Refused("extra arguments are not supported: remove", ({},)),
+    "cache_salt": Refused("each API key has a cache of its own: use another key and remove"),
+    "guided_whitespace_pattern": Refused("a whitespace pattern for JSON is not supported: remove"),
+    "guided_decoding_backend": Ignored("there is one backend"),
+    "spaces_between_special_tokens": Ignored("control tokens are never shown", (True,)),
+    "stream_options.continuous_usage_stats": Ignored("usage comes at the end", (False,)),
+    "request_id": Ignored("the header X-Request-Id names a request"),
+    "kv_transfer_params": Ignored("state does not move between servers"),
+    "ec_transfer_params": Ignored("state does not move between servers"),
+    "data_parallel_rank": Ignored(ONE_QUEUE),
+    "stream_interval": Ignored("tokens are sent as they come"),
+}
+
+NOT_HERE = "only chat and text completions take this field: use them, or remove"
+TEXT_ONLY = "answers are only text: remove"
+
+#: Fields that completions take, and that a dialect without its own form of them refuses.
+COMPLETIONS_ONLY: FieldTable = {
+    "min_tokens": Refused(NOT_HERE, (0,)),
+    "stop_token_ids": Refused(NOT_HERE, ([],)),
+    "bad_words": Refused(NOT_HERE, ([],)),
+    "logit_bias": Refused(NOT_HERE, ({},)),
+    "ignore_eos": Refused(NOT_HERE, (False,)),
+    "truncate_prompt_tokens": Refused(NOT_HERE),
+    "dry_multiplier": Refused(NOT_HERE, (0,)),
+    "n": Refused(NOT_HERE, (1,)),
+    "kv_bits": Refused(NOT_HERE),
+    "repeat_penalty": Refused("use `repetition_penalty` instead of", (1,)),
+    "functions": Refused("use `tools` instead of", ([],)),
+    "function_call": Refused("use `tool_choice` instead of", ("none", "auto")),
+    "modalities": Refused(TEXT_ONLY, (["text"], [])),
+    "audio": Refused(TEXT_ONLY),
+    "web_search_options": Refused("there is no web search: remove"),
+    "prediction": Ignored("it makes a reply faster and does not change it"),
+}
+
+
+def output_form(instead: str) -> FieldTable:
+    """The fields by which completions say what a reply has to be. The dialect has its own one."""
+    names = (
+        *("response_format", "structured_outputs", "json_schema", "grammar"),
+        *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    )
+    return {name: Refused(f"use `{instead}` instead of") for name in names}

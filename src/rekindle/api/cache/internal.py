@@ -121,7 +121,9 @@ async def _all_entries(client: AdminClient, runtime: RuntimeClient) -> list[Entr
 
 
 def _sessions(info: EntryInfo) -> Iterator[Session]:
-    for name in info.names:
+    """The ids of a session. Stored responses and conversations are not sessions, and other paths
+    list and delete them."""
+    for name in () if info.has_document else info.names:
         if name.kind in KINDS:
             yield Session(
                 session_id=int(name.name) if name.kind == NUMBERED else name.name,

@@ -26,8 +26,17 @@ from rekindle.api.base.fields import (
     limit_depth,
     takes,
 )
-from rekindle.api.base.known_fields import FieldTable, Ignored, KnownFields, Refused
-from rekindle.api.base.sampling import CommonSampling, Seed
+from rekindle.api.base.known_fields import (
+    COMPLETIONS_ONLY,
+    LLAMA_SERVER,
+    VLLM,
+    FieldTable,
+    Ignored,
+    KnownFields,
+    Refused,
+    output_form,
+)
+from rekindle.api.base.sampling import SamplingFields
 from rekindle.api.base.tools import ToolSelection
 from rekindle.api.responses.items import InputItems
 from rekindle.api.responses.tools import MAX_TOOLS, Form, Toolbox, Tools
@@ -36,7 +45,18 @@ from rekindle.protocol.requests import StructuredOutput
 
 FORMAT = "text.format"
 EMPTY: tuple[Any, ...] = (False, [], {})
+LIMIT = "use `max_output_tokens` instead of"
 FIELD_TABLE: FieldTable = {
+    **VLLM,
+    **LLAMA_SERVER,
+    **COMPLETIONS_ONLY,
+    **output_form(FORMAT),
+    "max_tokens": Refused(LIMIT),
+    "max_completion_tokens": Refused(LIMIT),
+    "n_predict": Refused(LIMIT),
+    "stop": Refused(
+        "the Responses API has no stop strings: use /v1/chat/completions, or remove", ([],)
+    ),
     "prompt": Refused(
         "there are no stored prompts: send `instructions` and `input` instead of", EMPTY
     ),
@@ -244,7 +264,7 @@ class InputTokensRequest(PromptFields):
     """POST /v1/responses/input_tokens."""
 
 
-class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
+class ResponsesRequest(KnownFields, PromptFields, SamplingFields):
     """POST /v1/responses."""
 
     field_table: ClassVar[FieldTable] = FIELD_TABLE
@@ -261,9 +281,6 @@ class ResponsesRequest(KnownFields, PromptFields, CommonSampling):
     max_output_tokens: Count | None = None
     max_tool_calls: Count | None = Field(None, description="Further calls are left out")
     top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    seed: Seed | None = None
     metadata: Metadata | None = None
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)

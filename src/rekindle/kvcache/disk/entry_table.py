@@ -211,7 +211,10 @@ class TouchEntry(Struct, frozen=True):
 
 
 class DropEntry(Struct, frozen=True):
+    """Removes an entry. `erased`: a client deleted it, so no other file may keep its contents."""
+
     key: str
+    erased: bool = False
 
 
 #: A row replaces the one with its key. An entry takes its names from other entries.

@@ -34,6 +34,7 @@ _DANGLING = "FROM names WHERE entry NOT IN (SELECT key FROM entries)"
 _CLOSED = "closed"  # key in `meta`: whether the last user has closed the index
 SIDECARS = ("-wal", "-shm", "-journal")
 BACKUP = ".bak"
+MIN_FREE_PAGES = 256  # of 4 KiB: fewer are not worth shrinking the file
 # Our statements are correct, so SQLITE_ERROR means that a table or a column is missing.
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR}
 
@@ -57,6 +58,7 @@ class IndexDb:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._copied_changes = -1  # number of changes at the last backup
+        self.lacks_backup = False  # a deletion has removed it
         self._is_in_use = False
         self._has_failed = False  # a commit failed, so its changes are missing here
         is_new = _make_private(path)
@@ -104,6 +106,15 @@ class IndexDb:
     def _checkpoint(self) -> None:
         select(self._db, "PRAGMA wal_checkpoint(TRUNCATE)")
 
+    def _shrink(self) -> None:
+        """Give free pages back to the disk if they are more than half of the file. Copying the rest
+        thus takes no longer than writing what was deleted."""
+        [[free]], [[pages]] = (
+            select(self._db, f"PRAGMA {count}") for count in ("freelist_count", "page_count")
+        )
+        if free > max(MIN_FREE_PAGES, pages // 2):
+            self._db.execute("VACUUM")
+
     def meta(self, key: str) -> str | None:
         found = select(self._db, "SELECT value FROM meta WHERE key = ?", (key,))
         return str(found[0][0]) if found else None
@@ -141,11 +152,14 @@ class IndexDb:
         return [] if found == ["ok"] else found
 
     def commit(self, changes: Iterable[Change]) -> None:
-        """Apply all changes or none. On return they are on disk."""
+        """Apply all changes or none. On return they are on disk, and the contents of erased entries
+        are in no file."""
+        erases = False
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for change in changes:
                 self._apply(change)
+                erases |= isinstance(change, DropEntry) and change.erased
             self._db.execute("COMMIT")
         except BaseException:
             self._has_failed = True
@@ -154,6 +168,20 @@ class IndexDb:
                 with suppress(sqlite3.Error):
                     self._db.execute("ROLLBACK")
             raise
+        if erases:
+            self._erase_copies()
+
+    def _erase_copies(self) -> None:
+        """Remove what log and backup still have of deleted rows. Rewriting the backup would take
+        time that grows with the index, so it is removed, and `backup` soon writes another."""
+        with suppress(sqlite3.Error):  # `secure_delete` has overwritten the rows in the file
+            self._shrink()
+            self._checkpoint()
+        backup = beside(self._path, BACKUP)
+        if backup.exists():
+            backup.unlink()
+            sync_path(backup.parent)
+            self.lacks_backup = True
 
     def _apply(self, change: Change) -> None:
         match change:
@@ -165,8 +193,8 @@ class IndexDb:
                 self._entries.put(change)
             case TouchEntry():
                 self._entries.touch(change)
-            case DropEntry(key):
-                self._entries.drop(key)
+            case DropEntry():
+                self._entries.drop(change.key)
 
     def backup(self) -> None:
         """Publish a whole copy next to the index, unless nothing has changed since the last one."""
@@ -187,6 +215,7 @@ class IndexDb:
                 new.unlink(missing_ok=True)
             raise
         self._copied_changes = changes
+        self.lacks_backup = False
 
 
 def beside(path: Path, suffix: str) -> Path:

@@ -145,7 +145,7 @@ class Entries:
         equal = self._with_equal_tokens(draft)
         entry = equal if draft.key is None else self.index.by_key(draft.namespace, draft.key)
         if entry is not None and entry.has_expired(self._clock):
-            self.remove(entry)
+            self.expire(entry)
             entry = None
         if entry is None:
             entry = _new_entry(draft, self._clock)
@@ -256,7 +256,7 @@ class Entries:
 
     def remove(self, entry: Entry) -> int:
         """Delete an entry and the state that no other one uses. Returns the bytes freed."""
-        freed_bytes = self._free(entry)
+        freed_bytes = self._free(entry, erased=True)
         self._on_remove(entry)
         return freed_bytes
 
@@ -265,9 +265,9 @@ class Entries:
         self._free(entry)
         self._on_forget(entry)
 
-    def _free(self, entry: Entry) -> int:
+    def _free(self, entry: Entry, *, erased: bool = False) -> int:
         self.index.remove(entry)
-        self._drop(entry)
+        self._drop(entry, erased=erased)
         return self._conversations.release(entry)
 
     def collect(self) -> tuple[int, int]:
@@ -294,7 +294,9 @@ class Entries:
         self._expired[entry.tenant, entry.key] = None
         while len(self._expired) > 10_000:
             self._expired.popitem(last=False)
-        return self.remove(entry)
+        freed_bytes = self._free(entry)
+        self._on_remove(entry)
+        return freed_bytes
 
     def _save(self, entry: Entry) -> None:
         if entry.durable:
@@ -305,9 +307,9 @@ class Entries:
             expires_at = entry.expires_at(self._clock)
             self._journal(TouchEntry(entry.key, entry.last_used_at, expires_at, entry.hits))
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: Entry, *, erased: bool) -> None:
         if entry.durable:
-            self._journal(DropEntry(entry.key))
+            self._journal(DropEntry(entry.key, erased))
 
     def load(self, rows: Iterable[EntryRow]) -> None:
         """Load entries after a restart, before their blocks are loaded. Names that were given in

@@ -207,6 +207,11 @@ class DiskTier(WriteBehindTier):
         """Write little while turns are being computed."""
         self._writer.give_way(busy)
 
+    @property
+    def lacks_backup(self) -> bool:
+        """Whether a deletion has removed the backup of the index."""
+        return self.is_open and self.folder.index_db.lacks_backup
+
     def back_up(self, state: PolicyState) -> None:
         """Back up the index, and save what eviction has learned."""
         if self.is_open:

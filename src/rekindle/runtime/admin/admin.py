@@ -157,13 +157,12 @@ class Admin:
                 )
 
     def _is_old_session(self, entry: Entry, seconds: float) -> bool:
-        is_session = any(kind in OWN_KINDS for kind, _ in entry.names)
-        return is_session and self.storage.entries.is_older(entry, seconds)
+        return _is_session(entry) and self.storage.entries.is_older(entry, seconds)
 
     def _of_session(self, own: bytes, name: int | str) -> list[Entry]:
         kinds = (NUMBER,) if isinstance(name, int) else (SESSION, MESSAGE)
         named = {self.storage.entries.by_name(own, (kind, str(name))) for kind in kinds}
-        found = [entry for entry in named if entry is not None]
+        found = [entry for entry in named if entry is not None and _is_session(entry)]
         if not found:
             raise NotFound(
                 "No such session. GET /v1/internal/model/kv_cache/info lists all sessions.",
@@ -285,6 +284,12 @@ class Admin:
             reason=outcome.reason,
             diverged_at=divergence(entry, prompt, named) if entry and named else None,
         )
+
+
+def _is_session(entry: Entry) -> bool:
+    """Whether it is listed as a session. A stored response may be named after its conversation, but
+    only its own API deletes it."""
+    return not entry.document and any(kind in OWN_KINDS for kind, _ in entry.names)
 
 
 def _collecting(entries: Entries, view: View) -> Pieces[ops.Removed]:

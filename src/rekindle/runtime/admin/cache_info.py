@@ -63,6 +63,7 @@ class CacheInfo:
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
             tenant=blake3(entry.tenant).hexdigest()[:12],
             lru_position=entry.place,
+            has_document=bool(entry.document),
         )
 
     def info_with_preview(self, entry: Entry, own: bytes) -> EntryInfo:

@@ -225,13 +225,13 @@ class Storage:
             self.disk.give_way(busy)
 
     def upkeep(self) -> Pieces[None]:
-        """Once a minute: delete expired entries and retry failed tiers."""
+        """Once a minute: delete expired entries, retry failed tiers, back up the index if due."""
         for number, (_, freed_bytes) in enumerate(self.entries.expire_due(), start=1):
             if freed_bytes is not None or number % PIECE_ENTRIES == 0:
                 yield
         self.store.retry()
         self._ticks += 1
-        if self.disk and self._ticks % 10 == 0:
+        if self.disk and (self._ticks % 10 == 0 or self.disk.lacks_backup):
             self._back_up(self.disk)
 
     def held_bytes(self, tenant: bytes | None) -> tuple[int, int]:
