@@ -254,8 +254,27 @@ class RenderedPrompt(TypedDict):
     prompt: str
 
 
+class HealthProblem(TypedDict):
+    """Something that is wrong with one model."""
+
+    model: str
+    code: Literal[
+        "model_loading",
+        "model_restarting",
+        "model_failed",
+        "engine_stuck",
+        "encoders_stuck",
+        "disk_cache_off",
+    ]
+    message: str
+
+
 class Health(TypedDict):
-    status: Literal["ok"]
+    """Whether all models answer."""
+
+    status: Literal["ok", "degraded", "unavailable"]
+    reason: NotRequired[str]
+    problems: NotRequired[list[HealthProblem]]
 
 
 class Props(TypedDict):

@@ -39,6 +39,14 @@ class Caller:
     admin: bool
 
     @property
+    def label(self) -> str:
+        """How logs and metrics name the tenant: by a digest, as lists of entries do.
+
+        Callers without a key have no name.
+        """
+        return blake3(self.salt).hexdigest()[:12] if self.salt else ""
+
+    @property
     def is_unknown(self) -> bool:
         """Whether the server has API keys and this caller sent none."""
         return self.salt == OPEN_SALT and not self.admin

@@ -56,7 +56,7 @@ LIBRARY_VARIABLE = "REKINDLE_LLAMA_LIB"  # passes `llama_lib` to the process of 
 AUTO = "auto"  # the model's chat template decides the format
 COUNT_LIMIT = 10_000_000  # no setting counts this far, so a larger number is a typing mistake
 THREADS_LIMIT = 16  # more threads do not make the engine faster
-GB, GIB = 10**9, 1 << 30
+MB, GB, GIB = 10**6, 10**9, 1 << 30
 KV_TYPES = {4: "q4_0", 8: "q8_0"}  # quantised KV types by their number of bits
 
 _UNITS = {
