@@ -27,6 +27,7 @@ from tests.support.tiny_safetensors import write_tiny_folder
 
 COMMANDS = (
     "serve", "pull", "convert", "chat", "run", "ls", "ps", "show", "rm", "bench", "key", "config",
+    "doctor",
 )  # fmt: skip
 CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
 #: Flags that existing scripts use.

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -297,6 +298,26 @@ def selftest(
     from rekindle.cli.selftest import selftest as run_checks
 
     if not run_checks(load_config({}, file=config), model, output, console):
+        raise typer.Exit(1)
+
+
+@app.command()
+@takes_settings
+def doctor(config: ConfigFile = None, as_json: AsJson = False, **flags: Any) -> None:
+    """Check whether `serve` would work here with the same flags, and say what to change."""
+    with QuietImports():
+        from rekindle.cli import doctor as doctor_cli
+
+    try:
+        findings = list(doctor_cli.examine(load_config(flags, file=config)))
+    except RekindleError as error:
+        findings = [doctor_cli.Finding("settings", "failed", str(error))]
+    if as_json:
+        checks = [asdict(each) for each in findings]
+        typer.echo(json.dumps({"works": doctor_cli.works(findings), "checks": checks}, indent=2))
+    else:
+        doctor_cli.report(findings, Console())
+    if not doctor_cli.works(findings):
         raise typer.Exit(1)
 
 
