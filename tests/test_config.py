@@ -64,6 +64,8 @@ EVERY: dict[str, tuple[str, Any]] = {
     "aliases": ("{gpt-*: smollm2}", {"gpt-*": "smollm2"}),
     "threads": ("3", 3),
     "gpu_layers": ("0", 0),
+    "gpu": ("0, 2", (0, 2)),
+    "tensor_split": ("3,1", (3.0, 1.0)),
     "models_dir": ("/models", Path("/models")),
     "cors_origin": ("https://a.example,*", ("https://a.example", "*")),
     "allowed_host": ("Models.example, proxy", ("models.example", "proxy")),

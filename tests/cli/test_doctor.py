@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from rekindle.cli import main as cli
 from rekindle.cli.build_gpu import BuildFailed
-from rekindle.cli.doctor import Doctor, Finding, Machine, disk_speed, examine, report, works
+from rekindle.cli.doctor import Diagnosis, Doctor, Surroundings, disk_speed, examine, report, works
 from rekindle.config import Config, load_config
 from rekindle.http.auth import append_key_line, key_line
 from rekindle.protocol.frames import DeviceInfo, LibraryInfo
@@ -26,7 +26,7 @@ from tests.support.tiny import write_llama
 AVX2 = "CPU : SSE3 = 1 | AVX2 = 1 | FMA = 1 |"
 LIBRARY = LibraryInfo("llama.cpp", "xllamacpp==1", "abc", AVX2, ())
 GPU = LibraryInfo("llama.cpp", "xllamacpp==1", "abc", AVX2, (DeviceInfo("H1", 80 * GB),))
-HEALTHY = Machine(
+HEALTHY = Surroundings(
     free_memory=lambda: 8 * GB,
     free_disk=lambda _path: 100 * GB,
     gpus=list,
@@ -51,7 +51,7 @@ class SetUp:
 
     folder: Path
     flags: dict[str, Any] = field(default_factory=dict)
-    machine: Machine = HEALTHY
+    machine: Surroundings = HEALTHY
 
     def config(self) -> Config:
         model = self.folder / "tiny.gguf"
@@ -66,10 +66,10 @@ class SetUp:
         }
         return load_config(flags, {})
 
-    def findings(self) -> dict[str, Finding]:
+    def findings(self) -> dict[str, Diagnosis]:
         """The findings by name, the worst of each."""
         order = ("ok", "warning", "failed")
-        found: dict[str, Finding] = {}
+        found: dict[str, Diagnosis] = {}
         for each in examine(self.config(), self.machine):
             before = found.get(each.name, each)
             found[each.name] = max(before, each, key=lambda one: order.index(one.status))
@@ -302,7 +302,7 @@ def test_the_speed_of_a_disk_is_measured_and_the_sample_removed(tmp_path: Path) 
 
 
 def test_each_finding_is_one_line_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    found = [Finding("port", "ok", "free"), Finding("models", "failed", "gone", "pull [it]")]
+    found = [Diagnosis("port", "ok", "free"), Diagnosis("models", "failed", "gone", "pull [it]")]
     report(found, Console(width=200))
     first, second, verdict = capsys.readouterr().out.splitlines()
     assert first == "ok      port    free"
@@ -314,7 +314,7 @@ def test_each_finding_is_one_line_with_its_remedy(capsys: pytest.CaptureFixture[
 def test_the_exit_code_says_whether_serving_would_work(
     port_is_free: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rekindle.cli.doctor.Machine", lambda: HEALTHY)
+    monkeypatch.setattr("rekindle.cli.doctor.Surroundings", lambda: HEALTHY)
     model = write_llama(tmp_path / "tiny.gguf")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = 0 if port_is_free else listener.getsockname()[1]

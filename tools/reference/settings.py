@@ -49,6 +49,8 @@ EXAMPLES = {
     "repetition_context_size": "64",
     "engine": "mlx",
     "llama_lib": "/opt/llama/bin/libmtmd.so",
+    "gpu": "1",
+    "tensor_split": "3,1",
     "parallel": "4",
     "max_model_len": "65536",
     "kv_fraction": "0.5",

@@ -22,12 +22,11 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 
-from rekindle.api.base.models import served_embedders, served_names
 from rekindle.cli.build_gpu import BuildFailed, probe
 from rekindle.config import Config
 from rekindle.errors import RekindleError
 from rekindle.front.gpus import machine_gpus
-from rekindle.front.launch import bind, check_settings
+from rekindle.front.launch import bind, check_settings, named_models
 from rekindle.front.traces import open_tracer
 from rekindle.http.auth import KeyFile
 from rekindle.kvcache.disk.check import check as check_cache
@@ -50,7 +49,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Diagnosis:
     """What one check found, and what to do about it."""
 
     name: str
@@ -60,7 +59,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Surroundings:
     """What the checks ask of this machine. Tests replace parts of it."""
 
     free_memory: Callable[[], int] = host_free_bytes
@@ -85,9 +84,9 @@ def _has_memlock(module: object) -> bool:
     return hasattr(module, "RLIMIT_MEMLOCK")
 
 
-def examine(config: Config, machine: Machine | None = None) -> Iterator[Finding]:
+def examine(config: Config, machine: Surroundings | None = None) -> Iterator[Diagnosis]:
     """Run all checks, the quick ones first. A check that breaks is a finding, too."""
-    doctor = Doctor(config, machine or Machine())
+    doctor = Doctor(config, machine or Surroundings())
     for name, run in doctor.checks():
         try:
             yield from run()
@@ -95,7 +94,7 @@ def examine(config: Config, machine: Machine | None = None) -> Iterator[Finding]
             yield _failed(name, str(error))
 
 
-def report(findings: Sequence[Finding], console: Console) -> None:
+def report(findings: Sequence[Diagnosis], console: Console) -> None:
     """Print one line per finding, and a verdict."""
     width = max((len(each.name) for each in findings), default=0)
     for each in findings:
@@ -110,21 +109,21 @@ def report(findings: Sequence[Finding], console: Console) -> None:
     console.print(verdict, highlight=False, soft_wrap=True)
 
 
-def works(findings: Sequence[Finding]) -> bool:
+def works(findings: Sequence[Diagnosis]) -> bool:
     return all(each.status != "failed" for each in findings)
 
 
-def _ok(name: str, detail: str) -> Finding:
-    return Finding(name, "ok", detail)
+def _ok(name: str, detail: str) -> Diagnosis:
+    return Diagnosis(name, "ok", detail)
 
 
-def _warning(name: str, detail: str, remedy: str) -> Finding:
-    return Finding(name, "warning", detail, remedy)
+def _warning(name: str, detail: str, remedy: str) -> Diagnosis:
+    return Diagnosis(name, "warning", detail, remedy)
 
 
-def _failed(name: str, detail: str, remedy: str = "") -> Finding:
+def _failed(name: str, detail: str, remedy: str = "") -> Diagnosis:
     """The errors of other modules say what to do themselves."""
-    return Finding(name, "failed", detail, remedy)
+    return Diagnosis(name, "failed", detail, remedy)
 
 
 def _gb(size_bytes: int) -> str:
@@ -134,12 +133,12 @@ def _gb(size_bytes: int) -> str:
 class Doctor:
     """The checks of one configuration on one machine."""
 
-    def __init__(self, config: Config, machine: Machine) -> None:
+    def __init__(self, config: Config, machine: Surroundings) -> None:
         self._config = config
         self._machine = machine
         self._library: LibraryInfo | None = None
 
-    def checks(self) -> list[tuple[str, Callable[[], Iterator[Finding]]]]:
+    def checks(self) -> list[tuple[str, Callable[[], Iterator[Diagnosis]]]]:
         return [
             ("settings", self._settings),
             ("keys", self._keys),
@@ -158,7 +157,7 @@ class Doctor:
 
     # -- the configuration ---------------------------------------------------------------------
 
-    def _settings(self) -> Iterator[Finding]:
+    def _settings(self) -> Iterator[Diagnosis]:
         check_settings(self._config)
         file = self._config.settings_file
         if file is None:
@@ -174,7 +173,7 @@ class Doctor:
         else:
             yield _ok("settings", f"{file} is valid")
 
-    def _keys(self) -> Iterator[Finding]:
+    def _keys(self) -> Iterator[Diagnosis]:
         config, file = self._config, self._config.api_keys_file
         if config.cache_secret_file is not None:
             read_secret_file(config.cache_secret_file)
@@ -191,14 +190,14 @@ class Doctor:
         else:
             yield _ok("keys", f"{count} keys in {file}")
 
-    def _ports(self) -> Iterator[Finding]:
+    def _ports(self) -> Iterator[Diagnosis]:
         ports = [self._config.port, self._config.ollama_port]
         for port in [each for each in ports if each is not None]:
             bind(self._config, port).close()
         shown = " and ".join(str(port) for port in ports if port is not None)
         yield _ok("port", f"{self._config.host} port {shown} is free")
 
-    def _log(self) -> Iterator[Finding]:
+    def _log(self) -> Iterator[Diagnosis]:
         if (tracer := open_tracer(self._config)) is not None:
             tracer.close()
         file = self._config.log_file
@@ -215,7 +214,7 @@ class Doctor:
 
     # -- the machine ---------------------------------------------------------------------------
 
-    def _open_files(self) -> Iterator[Finding]:
+    def _open_files(self) -> Iterator[Diagnosis]:
         limit, _ = self._machine.limits()
         shown = "unlimited" if limit < 0 else str(limit)
         remedy = "raise `ulimit -n`, or LimitNOFILE= of the systemd unit"
@@ -226,7 +225,7 @@ class Doctor:
         else:
             yield _ok("open files", shown)
 
-    def _native_library(self) -> Iterator[Finding]:
+    def _native_library(self) -> Iterator[Diagnosis]:
         try:
             self._library = self._machine.library(self._config.llama_lib)
         except BuildFailed as error:
@@ -236,7 +235,7 @@ class Doctor:
         info = self._library
         yield _ok("library", f"rekindle {__version__}, {info.engine} of {info.source}")
 
-    def _cpu(self) -> Iterator[Finding]:
+    def _cpu(self) -> Iterator[Diagnosis]:
         cores = usable_cores()
         found = self._library.features if self._library else ""
         names = re.findall(r"(\w+) = 1", found)
@@ -250,17 +249,21 @@ class Doctor:
         else:
             yield _ok("cpu", detail)
 
-    def _gpu(self) -> Iterator[Finding]:
+    def _gpu(self) -> Iterator[Diagnosis]:
         there, library = self._machine.gpus(), self._library
         usable = library.gpus if library else ()
-        if usable:
+        if usable and (wrong := [n for n in self._config.gpu if n >= len(usable)]):
+            yield _failed(
+                "gpu", f"--gpu {wrong[0]}, but there are {len(usable)}", "count the GPUs from 0"
+            )
+        elif usable:
             names = ", ".join(f"{gpu.name} with {_gb(gpu.memory_bytes)}" for gpu in usable)
             yield _ok("gpu", f"{names}{_driver()}")
-        elif self._config.gpu_layers:
+        elif self._config.gpu_layers or self._config.gpu or self._config.tensor_split:
             yield _failed(
                 "gpu",
-                f"--gpu-layers {self._config.gpu_layers}, but the library finds no GPU",
-                "rekindle build-gpu, or leave --gpu-layers out",
+                "the settings ask for a GPU, but the library finds no GPU",
+                "rekindle build-gpu, or leave --gpu-layers, --gpu and --tensor-split out",
             )
         elif there:
             found = " and ".join(dict.fromkeys(there))
@@ -268,7 +271,7 @@ class Doctor:
         else:
             yield _ok("gpu", "none; the CPU computes")
 
-    def _memory(self) -> Iterator[Finding]:
+    def _memory(self) -> Iterator[Diagnosis]:
         free = self._machine.free_memory()
         weights = sum(_size_of(path) for path in self._model_paths())
         on_gpu = bool(self._library and self._library.gpus) and self._config.gpu_layers != 0
@@ -284,7 +287,7 @@ class Doctor:
         else:
             yield _ok("memory", detail)
 
-    def _page_locking(self) -> Iterator[Finding]:
+    def _page_locking(self) -> Iterator[Diagnosis]:
         _, limit = self._machine.limits()
         if not (self._library and self._library.gpus):
             yield _ok("page-locking", "not needed without a GPU")
@@ -303,18 +306,14 @@ class Doctor:
     # -- the files -----------------------------------------------------------------------------
 
     def _model_paths(self) -> Iterator[Path]:
-        for name in self._names():
+        for name in named_models(self._config):
             with suppress(RekindleError):
                 path = _path_of(name, self._config.models_dir)
                 if path is not None:
                     yield path
 
-    def _names(self) -> list[str]:
-        served = {**served_names(self._config), **served_embedders(self._config)}
-        return list(served.values())
-
-    def _models(self) -> Iterator[Finding]:
-        for name in self._names():
+    def _models(self) -> Iterator[Diagnosis]:
+        for name in named_models(self._config):
             try:
                 path = _path_of(name, self._config.models_dir)
                 if path is not None:
@@ -332,7 +331,7 @@ class Doctor:
                 where = f"{name} cannot be downloaded to {self._config.models_dir}: {problem}"
                 yield _failed("models", where, "set REKINDLE_MODELS_DIR")
 
-    def _disk(self) -> Iterator[Finding]:
+    def _disk(self) -> Iterator[Diagnosis]:
         config = self._config
         if config.disk_cache == 0:
             yield _ok("disk", "no disk cache")
@@ -355,7 +354,7 @@ class Doctor:
         else:
             yield _ok("disk", detail)
 
-    def _cache(self) -> Iterator[Finding]:
+    def _cache(self) -> Iterator[Diagnosis]:
         folder = self._config.cache_dir
         if self._config.disk_cache == 0 or not folder.is_dir():
             yield _ok("cache", "no folder yet")

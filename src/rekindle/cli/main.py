@@ -311,7 +311,7 @@ def doctor(config: ConfigFile = None, as_json: AsJson = False, **flags: Any) -> 
     try:
         findings = list(doctor_cli.examine(load_config(flags, file=config)))
     except RekindleError as error:
-        findings = [doctor_cli.Finding("settings", "failed", str(error))]
+        findings = [doctor_cli.Diagnosis("settings", "failed", str(error))]
     if as_json:
         checks = [asdict(each) for each in findings]
         typer.echo(json.dumps({"works": doctor_cli.works(findings), "checks": checks}, indent=2))

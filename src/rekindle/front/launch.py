@@ -151,6 +151,11 @@ def bind(config: Config, port: int) -> socket.socket:
     return listener
 
 
+def named_models(config: Config) -> list[str]:
+    """All models to serve, as the operator named them."""
+    return [*served_names(config).values(), *served_embedders(config).values()]
+
+
 def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
     """Pull missing model files. Returns what to load, by served name."""
     adapter = str(config.adapter) if config.adapter else None

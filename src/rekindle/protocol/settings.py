@@ -123,6 +123,12 @@ def replace_former_policy(value: object) -> object:
     return "hit-density"
 
 
+def split_numbers(value: object) -> object:
+    """Split `0,1`, also inside of a list, and take a single number."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [each for part in parts for each in str(part).split(",") if each.strip()]
+
+
 def parse_kv_bits(value: object) -> object:
     """Parse a number of bits in any spelling, such as 8, 8.0 or "8"."""
     if value is None:
@@ -149,6 +155,8 @@ OptionalSize = Annotated[int | None, _SIZE_BOUNDS, SIZE_TEXT]
 OptionalKvBits = Annotated[int | None, ParsedBy(parse_kv_bits)]
 OptionalSeconds = Annotated[float | None, Gt(0)]
 Normalisers = Annotated[tuple[Normaliser, ...], ParsedBy(split_commas)]
+Gpus = Annotated[tuple[Annotated[int, Interval(ge=0, le=15)], ...], ParsedBy(split_numbers)]
+GpuShares = Annotated[tuple[Annotated[float, Interval(ge=0, le=1e6)], ...], ParsedBy(split_numbers)]
 Eviction = Annotated[EvictionPolicy, ParsedBy(replace_former_policy)]
 
 _engine = partial(Setting, "Engine")
@@ -196,6 +204,13 @@ class RuntimeSettings:
     gpu_layers: Annotated[
         OptionalCount, _engine("Number of layers on the GPU", "all, if there is a GPU")
     ] = None
+    gpu: Annotated[
+        Gpus, _engine("Use this GPU, counted from 0; repeatable, or as in 0,1", "all")
+    ] = ()
+    tensor_split: Annotated[
+        GpuShares,
+        _engine("Shares of the layers for the GPUs, such as 3,1", "by their free memory"),
+    ] = ()
     tool_format: Annotated[
         Name, _engine("Format of the model's tool calls", "auto: by its chat template")
     ] = AUTO

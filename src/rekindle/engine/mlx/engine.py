@@ -53,6 +53,7 @@ class MlxEngine:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
+        memory.check_gpus(options)
         device = memory.choose_device(options.gpu_layers)
         loaded = load_model(options, on_progress)
         self._model = loaded.model
