@@ -33,6 +33,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_cli.app)
+service_app = typer.Typer(
+    name="service",
+    help="Run the server as a service of systemd.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(service_app)
 console = Console(stderr=True)
 
 INTERRUPTED = 128 + 2  # exit status after Ctrl-C, as shells report it
@@ -341,6 +348,36 @@ def key(
     typer.echo(secret)
     if file is None:
         typer.echo(line)
+
+
+IsSystem = Annotated[
+    bool,
+    typer.Option("--system/--user", help="For the whole system, as root; or for this user"),
+]
+
+
+@service_app.command("install", context_settings={"ignore_unknown_options": True})
+def install_service(
+    flags: Annotated[list[str] | None, typer.Argument(help="Flags of `serve`, after --")] = None,
+    system: IsSystem = False,
+    dry_run: Annotated[bool, typer.Option("--print", help="Only print the unit file")] = False,
+) -> None:
+    """Write a systemd unit that runs `rekindle serve`, and check it."""
+    from rekindle.cli import service
+
+    unit = service.Service(service.installed_program(), tuple(flags or ()), system)
+    if dry_run:
+        typer.echo(service.shown(unit), nl=False)
+    else:
+        service.install(unit, console)
+
+
+@service_app.command("remove")
+def remove_service(system: IsSystem = False) -> None:
+    """Delete the systemd unit."""
+    from rekindle.cli import service
+
+    service.remove(service.Service(service.installed_program(), is_system=system), console)
 
 
 @app.command("config")

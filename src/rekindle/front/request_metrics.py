@@ -136,8 +136,8 @@ class RequestMetrics:
             "Requests by route and status, refused ones included.",
             labels=["method", "endpoint", "status"],
         )
-        for labels, count in self._http.items():
-            http.add_metric(labels, count)
+        for route, count in self._http.items():
+            http.add_metric(route, count)
         yield http
         for name, (labels, text) in COUNTERS.items():
             family = CounterMetricFamily(f"rekindle_{name}", text, labels=["model", *labels])

@@ -118,11 +118,11 @@ class LogFile(RotatingFileHandler):
     def _open(self) -> TextIOWrapper:
         """Open the file for its owner only, because its lines name tenants."""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        return os.fdopen(os.open(self.baseFilename, flags, 0o600), self.mode, encoding="utf-8")
+        return TextIOWrapper(os.fdopen(os.open(self.baseFilename, flags, 0o600), "ab"), "utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            if self._has_moved():
+            if self.stream is not None and self._has_moved(self.stream):
                 self.stream.close()
                 self.stream = self._open()
         except OSError:  # the folder is gone or full, and the server continues without its log
@@ -130,14 +130,14 @@ class LogFile(RotatingFileHandler):
         else:
             super().emit(record)
 
-    def _has_moved(self) -> bool:
+    def _has_moved(self, stream: TextIOWrapper) -> bool:
         """Whether the open file is no longer the one at the path: logrotate moves a file that is
         being written, and expects the next line in a new one."""
         try:
             found = Path(self.baseFilename).stat()
         except FileNotFoundError:
             return True
-        own = os.fstat(self.stream.fileno())
+        own = os.fstat(stream.fileno())
         return (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino)
 
 
@@ -156,8 +156,9 @@ def _drop_progress(record: logging.LogRecord) -> bool:
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:
-    record.request_id = getattr(record, "request_id", None) or current_id()
-    record.request = f"[{record.request_id}] " if record.request_id else ""
+    request_id = getattr(record, "request_id", None) or current_id()
+    record.__dict__["request_id"] = request_id  # as `extra` does
+    record.request = f"[{request_id}] " if request_id else ""
     return True
 
 
