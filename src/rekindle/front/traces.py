@@ -99,7 +99,7 @@ class Tracer:
         sending.start()
         sending.join(CLOSE_S)
         if sending.is_alive():
-            self._exporter.shutdown()  # ends its retries
+            self._exporter.shutdown()  # type: ignore[no-untyped-call]  # ends its retries
             sending.join(CLOSE_S)
 
 
