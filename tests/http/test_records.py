@@ -28,7 +28,7 @@ from tests.api.scripted import (
 
 CHAT = "/v1/chat/completions"
 SECRET = "the secret of anna"
-KEYED = {"api_key": ["alpha"], "admin_key": ["root"]}
+KEYED: dict[str, Any] = {"api_key": ["alpha"], "admin_key": ["root"]}
 
 
 class Lines(logging.Handler):

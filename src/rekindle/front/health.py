@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.models import ServedModels, models_of
-from rekindle.front.openai_answers import HealthProblem
+from rekindle.front.openai_answers import HealthProblem, ProblemCode
 from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import HEALTHY_DISK_STATES
 from rekindle.worker.client import RuntimeClient
@@ -21,8 +21,8 @@ from rekindle.worker.client import RuntimeClient
 STUCK_AFTER_S = 30.0  # the longest step and the longest encoding take a few seconds
 
 #: Problems that leave a model without answers, and those that leave it without progress.
-DOWN: tuple[str, ...] = ("model_loading", "model_restarting", "model_failed")
-STUCK: tuple[str, ...] = ("engine_stuck", "encoders_stuck")
+DOWN: tuple[ProblemCode, ...] = ("model_loading", "model_restarting", "model_failed")
+STUCK: tuple[ProblemCode, ...] = ("engine_stuck", "encoders_stuck")
 
 router = APIRouter(tags=["models"])
 
@@ -41,7 +41,7 @@ async def ready(request: Request) -> Response:
     return _answer(models_of(request), (*DOWN, *STUCK))
 
 
-def _answer(models: ServedModels, failing: tuple[str, ...]) -> Response:
+def _answer(models: ServedModels, failing: tuple[ProblemCode, ...]) -> Response:
     problems = [problem for runtime in models.all for problem in problems_of(runtime)]
     if not problems:
         return JsonResponse({"status": "ok"})
@@ -72,7 +72,7 @@ def problems_of(runtime: RuntimeClient) -> Iterator[HealthProblem]:
         yield HealthProblem(model=name, code="disk_cache_off", message=message)
 
 
-def _down_code(runtime: RuntimeClient) -> str:
+def _down_code(runtime: RuntimeClient) -> ProblemCode:
     if runtime.supervisor.failed_restarts:
         return "model_failed"
     return "model_loading" if runtime.supervisor.process is None else "model_restarting"

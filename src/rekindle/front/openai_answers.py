@@ -254,18 +254,21 @@ class RenderedPrompt(TypedDict):
     prompt: str
 
 
+ProblemCode = Literal[
+    "model_loading",
+    "model_restarting",
+    "model_failed",
+    "engine_stuck",
+    "encoders_stuck",
+    "disk_cache_off",
+]
+
+
 class HealthProblem(TypedDict):
     """Something that is wrong with one model."""
 
     model: str
-    code: Literal[
-        "model_loading",
-        "model_restarting",
-        "model_failed",
-        "engine_stuck",
-        "encoders_stuck",
-        "disk_cache_off",
-    ]
+    code: ProblemCode
     message: str
 
 
