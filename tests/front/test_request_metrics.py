@@ -96,7 +96,8 @@ def test_the_number_of_tenants_is_bounded() -> None:
 
 
 def test_times_are_histograms_with_vllms_names_as_well() -> None:
-    record = turn(total_s=2.0, queue_s=0.02, prefill_s=0.3, decode_s=1.5, output_tokens=9)
+    times = {"total_s": 2.0, "queue_s": 0.02, "prefill_s": 0.3, "decode_s": 1.5}
+    record = turn(**times, output_tokens=9, finish="stop")
     record.first_token_at_s = record.started_s + 0.4
     record.add_gap(0.018)
     record.add_gap(0.3)
@@ -118,6 +119,15 @@ def test_times_are_histograms_with_vllms_names_as_well() -> None:
     assert gaps["0.015", "tiny"] == 0
     assert gaps["0.02", "tiny"] == 1
     assert gaps["+Inf", "tiny"] == 2
+
+
+def test_a_request_that_was_cut_has_no_times_of_its_stages() -> None:
+    record = turn(output_tokens=3, error="client_gone")
+    record.first_token_at_s = record.started_s + 0.4
+    found = counted(record)
+    assert values(found["rekindle_time_to_first_token_seconds"])["+Inf", "tiny"] == 1
+    assert values(found["rekindle_request_decode_time_seconds"])["+Inf", "tiny"] == 0
+    assert not found["rekindle_request_success"].samples
 
 
 def test_vllms_counters_add_up_all_tenants() -> None:

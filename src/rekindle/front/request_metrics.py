@@ -119,10 +119,12 @@ class RequestMetrics:
         if record.first_token_s is None:
             return  # embeddings and scores have no tokens, and a refused turn has none yet
         histograms["time_to_first_token_seconds"].observe(record.first_token_s)
+        histograms["request_generation_tokens"].observe(record.output_tokens)
+        if not record.finish:
+            return  # only the end of a turn says how long its stages took
         histograms["request_queue_time_seconds"].observe(record.queue_s)
         histograms["request_prefill_time_seconds"].observe(record.prefill_s)
         histograms["request_decode_time_seconds"].observe(record.decode_s)
-        histograms["request_generation_tokens"].observe(record.output_tokens)
 
     def _bounded(self, tenant: str) -> str:
         if tenant not in self._tenants and len(self._tenants) >= MAX_TENANTS:
