@@ -100,3 +100,10 @@ def test_the_command_prints_the_unit_with_the_flags_after_two_dashes() -> None:
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
     assert "rekindle serve --model smollm2 --port 9000\n" in result.output
+
+
+@pytest.mark.parametrize("flags", [("--api-key", "sk"), ("--admin-key=sk",)])
+def test_a_key_does_not_get_into_a_unit_file(flags: tuple[str, ...]) -> None:
+    with pytest.raises(RekindleError, match="every user can read a unit file"):
+        install(Service(PROGRAM, flags), Console())
+    assert not Service(PROGRAM).path.exists()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,9 @@ import httpx
 import pytest
 import yaml
 
+from rekindle.protocol.events import Started
+from tests.api.live import live, soon
+from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, delta, finished
 from tests.support.rounds import rounds
 from tests.support.server import free_port, running
 
@@ -90,19 +97,60 @@ def test_the_compose_file_mounts_only_what_is_there() -> None:
     assert job["authorization"]["credentials_file"] == "/run/secrets/rekindle_admin_key"
 
 
-@pytest.mark.skipif(not shutil.which("nginx"), reason="there is no nginx to ask")
-def test_nginx_accepts_its_configuration(tmp_path: Path) -> None:
+@contextmanager
+def nginx(folder: Path, backend: int) -> Iterator[int]:
+    """Run nginx with the configuration in deploy/, without TLS. Yields its port."""
+    port = free_port()
     text = (DEPLOY / "nginx" / "rekindle.conf").read_text()
-    text = re.sub(r"listen 443 ssl;", f"listen 127.0.0.1:{free_port()};", text)
+    text = text.replace("listen 443 ssl;", f"listen 127.0.0.1:{port};")
+    text = text.replace("127.0.0.1:8080", f"127.0.0.1:{backend}")
     text = re.sub(r"\s*ssl_certificate.*;", "", text)
-    (tmp_path / "site.conf").write_text(text)
-    (tmp_path / "nginx.conf").write_text(
-        f"pid {tmp_path}/pid; error_log stderr; events {{}}\n"
-        f"http {{ access_log off; include {tmp_path}/site.conf; }}\n"
+    (folder / "site.conf").write_text(text)
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\n"
+        f"http {{ access_log off; include {folder}/site.conf;\n"
+        f"client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; }}\n"
     )
-    command = ["nginx", "-t", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    command = ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
+    checked = subprocess.run([*command, "-t"], capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stderr
+    with subprocess.Popen(command) as process:
+        try:
+            soon(lambda: _answers(port))
+            yield port
+        finally:
+            process.terminate()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+@pytest.mark.skipif(not shutil.which("nginx"), reason="there is no nginx to run")
+def test_a_stream_passes_nginx_token_by_token(tmp_path: Path) -> None:
+    released = asyncio.Event()
+
+    class Held(ScriptedRuntime):
+        async def paused(self) -> None:
+            await released.wait()
+
+    script = [Started(0, 10, 0), delta("Hel"), Pause(), delta("lo"), finished()]
+    front = Front(Held(script), allowed_host=["models.example.org"], api_key=["sk"])
+    headers = {"Host": "models.example.org", "Authorization": "Bearer sk"}
+    with live(front) as server, nginx(tmp_path, server.port) as port:
+        url, body = f"http://127.0.0.1:{port}/v1/chat/completions", {**HELLO, "stream": True}
+        with httpx.stream("POST", url, json=body, headers=headers, timeout=10) as stream:
+            assert stream.status_code == 200
+            texts = stream.iter_text()
+            text = next(texts)
+            while "Hel" not in text:
+                text += next(texts)
+            assert "[DONE]" not in text
+            server.call(released.set)
+            text += "".join(texts)
+    assert text.rstrip().endswith("[DONE]")
 
 
 @pytest.mark.long

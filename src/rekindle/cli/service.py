@@ -22,6 +22,7 @@ from rekindle.errors import RekindleError
 NAME = "rekindle.service"
 SYSTEM_UNITS = Path("/etc/systemd/system")
 SYSTEM_CONFIG = Path("/etc/rekindle/rekindle.yaml")
+SECRETS = {"--api-key", "--admin-key"}  # flags whose values are keys
 STOP_S = 150  # more than a model needs to write its state to disk
 
 
@@ -133,6 +134,12 @@ def installed_program() -> Path:
 
 def install(service: Service, console: Console) -> Path:
     """Check the unit, write it, and say how to start it."""
+    names = {flag.partition("=")[0] for flag in service.flags}
+    if secret := min(SECRETS & names, default=None):
+        raise RekindleError(
+            f"every user can read a unit file, so {secret} does not belong there: put it into "
+            "rekindle.yaml, or give --api-keys-file"
+        )
     text, path = service.unit(), service.path
     if service.is_system:
         _require_config()
