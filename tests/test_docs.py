@@ -12,7 +12,9 @@ import rekindle
 SOURCE = Path(rekindle.__file__).parent
 ROOT = SOURCE.parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+PAGES = sorted(
+    [*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
+)
 DECISIONS = sorted((DOCS / "decisions").glob("0*.md"))
 #: Pages for contributors. Their lines fit into an editor window.
 CONTRIBUTOR_PAGES = [

@@ -26,6 +26,11 @@ ALLOWED = {
     # `rekindle cache check` verifies a cache folder on disk, without any server.
     ("cli/cache.py", "rekindle.kvcache.disk.check"),
     ("cli/cache.py", "rekindle.kvcache.disk.secret"),
+    ("cli/cache.py", "rekindle.kvcache.disk.backup"),
+    # `rekindle doctor` also looks at it.
+    ("cli/doctor.py", "rekindle.kvcache.disk.check"),
+    ("cli/doctor.py", "rekindle.kvcache.disk.folder"),
+    ("cli/doctor.py", "rekindle.kvcache.disk.secret"),
 }
 
 #: Files that may use tiers only through their interface.
@@ -73,9 +78,10 @@ CROSS_CUTTING = {
 MAX_FUNCTION_LINES = 45
 
 #: Measures of the import graph. A new capability may raise a number, with its reason next to it.
-#: Beyond 280: converting safetensors and llama.cpp's endpoints (5), pictures of MLX models (5), the
-#: console (3).
-MAX_MODULES = 293
+#: Beyond 280: converting safetensors and llama.cpp endpoints (5), pictures of MLX models (5), the
+#: console (3), request records with their metrics and traces, health, `doctor`, `service`, GPUs and
+#: backups (9).
+MAX_MODULES = 302
 MAX_IMPORT_DEPTH = 18  # modules on the longest chain of imports
 MAX_SMALL_MODULES = 8  # below SMALL_MODULE_LINES and imported by a single other module
 SMALL_MODULE_LINES = 60  # not counting blank ones

@@ -28,8 +28,9 @@ from tests.support.tiny_safetensors import write_tiny_folder
 
 COMMANDS = (
     "serve", "pull", "convert", "chat", "run", "ls", "ps", "show", "rm", "bench", "key", "config",
+    "doctor",
 )  # fmt: skip
-CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain")
+CACHE_COMMANDS = ("ls", "stats", "show", "pin", "unpin", "rm", "gc", "check", "explain", "backup")
 #: Flags that existing scripts use.
 SERVE_FLAGS = (
     "--model", "--host", "--port", "--exact", "--api-key", "--ram-cache", "--parallel",

@@ -162,7 +162,7 @@ def test_prompts_keys_and_paths_appear_nowhere(server: Server) -> None:
     with client(server, ADMIN_KEY) as root:
         metrics = root.get("/metrics").text
     log = server.log.read_text().removeprefix(start)
-    assert "prompt tokens" in log
+    assert ": prompt " in log
     assert "died" in log
     folder = server.log.parent / "kv"
     files = "\n".join(str(path.relative_to(folder)) for path in folder.rglob("*"))
@@ -178,4 +178,4 @@ def test_log_lines_of_the_runtime_have_the_request_id(server: Server) -> None:
     assert answer.headers["x-request-id"] == "req-of-anna.1"
     lines = [line for line in server.log.read_text().splitlines() if "[req-of-anna.1]" in line]
     assert any("FingerprintManager: registered new session" in line for line in lines)
-    assert any("prompt tokens: " in line for line in lines)
+    assert any("POST /v1/chat/completions 200: prompt " in line for line in lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -13,24 +15,32 @@ Samples = dict[tuple[str, str], float]
 
 
 def samples(answer: httpx.Response) -> Samples:
+    """The samples that have no label but the model, or none at all."""
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     return {
-        (sample.name, sample.labels["model"]): sample.value
+        (sample.name, sample.labels.get("model", "")): sample.value
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
+        if sample.labels.keys() <= {"model"} or sample.name == "rekindle_disk_state_info"
     }
 
 
 def test_metrics_cover_every_model() -> None:
-    found = samples(
-        Front(ScriptedRuntime(name='a "b"\\', answers=answering(stats()))).get("/metrics")
-    )
-    assert {name.removeprefix("rekindle_"): value for (name, _), value in found.items()} == {
+    name = 'a "b"\\'
+    found = samples(Front(ScriptedRuntime(name=name, answers=answering(stats()))).get("/metrics"))
+    of_model = {
+        key.removeprefix("rekindle_"): value
+        for (key, label), value in found.items()
+        if label == name
+    }
+    assert of_model == {
         "up": 1,
         "runtime_restarts_total": 0,
         "watchdog_fired_total": 0,
         "open_turns": 0,
+        "num_requests_running": 0,
+        "num_requests_waiting": 0,
         "active_turns": 3,
         "ram_bytes": 1000,
         "ram_limit_bytes": 1 << 20,
@@ -53,7 +63,7 @@ def test_metrics_cover_every_model() -> None:
         "disk_degraded": 0,
         "disk_state_info": 1,
     }
-    assert {model for _, model in found} == {'a "b"\\'}
+    assert found["process_resident_memory_bytes", ""] > 1 << 20
 
 
 @pytest.mark.parametrize(("state", "degraded"), [("ok", 0), ("off", 0), ("full", 1), ("locked", 1)])
@@ -66,10 +76,17 @@ def test_a_disk_that_is_not_written_is_reported_with_the_reason(state: str, degr
 def test_a_model_that_does_not_answer_is_down() -> None:
     away = ScriptedRuntime(name="away")
     away.supervisor.ready, away.supervisor.restarts = None, 2
-    found = samples(Front(away, ScriptedRuntime(answers=answering(stats()))).get("/metrics"))
+    answer = Front(away, ScriptedRuntime(answers=answering(stats()))).get("/metrics")
+    found = samples(answer)
     assert (found["rekindle_up", "away"], found["rekindle_up", "tiny"]) == (0, 1)
     assert found["rekindle_runtime_restarts_total", "away"] == 2
     assert ("rekindle_active_turns", "away") not in found
+    assert 'rekindle_problem{code="model_loading",model="away"} 1.0' in answer.text
+
+
+def test_the_version_is_a_metric() -> None:
+    answer = Front(ScriptedRuntime(answers=answering(stats()))).get("/metrics")
+    assert re.search(r'rekindle_build_info\{python="3[^"]*",version="[^"]+"\} 1.0', answer.text)
 
 
 def test_with_keys_metrics_need_an_admin_key() -> None:

@@ -35,7 +35,7 @@ def test_what_openai_serves_and_this_server_does_not_is_not_found(method: str, p
     assert (answer.status_code, error(answer)["code"]) == (404, "not_found")
 
 
-OPEN = ("/", "/health")  # the first shows less without a key
+OPEN = ("/", "/health", "/health/ready")  # the first shows less without a key
 
 
 def routes() -> list[str]:

@@ -35,6 +35,8 @@ from rekindle.protocol.settings import (
             kv_quantization_start=7,
             threads=2,
             gpu_layers=0,
+            gpu=(0, 1),
+            tensor_split=(3.0, 1.0),
             tool_format="hermes",
             reasoning_format="none",
             ram_cache=1 << 40,

@@ -8,6 +8,7 @@ from prometheus_client.exposition import generate_latest
 from rekindle.config import SETTINGS, load_config
 from rekindle.config.sources import DISK_VARIABLE, ENV_PREFIX, OTHER_VARIABLES
 from rekindle.front.metrics import ModelMetrics
+from rekindle.front.request_metrics import RequestMetrics
 from tools.reference.errors import ERRORS, codes
 from tools.reference.markdown import PLACE, TEMPLATES, fill
 from tools.reference.pages import DOCS, PAGES
@@ -48,7 +49,7 @@ def test_every_example_and_variable_belongs_to_a_setting_that_exists() -> None:
 
 def test_every_exported_metric_is_listed() -> None:
     page = (DOCS / "metrics.md").read_text()
-    exported = generate_latest(ModelMetrics([])).decode()
+    exported = generate_latest(ModelMetrics([], RequestMetrics())).decode()
     names = [line.split()[2] for line in exported.splitlines() if line.startswith("# HELP")]
     assert names
     for name in names:

@@ -7,16 +7,24 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from rekindle.front.metrics import ModelMetrics
+from rekindle.front.request_metrics import RequestMetrics
 from tools.reference.markdown import code, fill, table
 
 
 def render() -> str:
     """Return the whole page."""
-    return fill("metrics.md", metrics=table(("metric", "type", "meaning"), sorted(_rows())))
+    rows = sorted(_rows())
+    own = [row for row in rows if not row[0].startswith("`vllm:")]
+    of_vllm = [(name, meaning) for name, _, meaning in rows if name.startswith("`vllm:")]
+    return fill(
+        "metrics.md",
+        metrics=table(("metric", "type", "meaning"), own),
+        vllm=table(("metric", "meaning"), of_vllm),
+    )
 
 
 def _rows() -> Iterator[tuple[str, str, str]]:
-    for metric in ModelMetrics([]).collect():
+    for metric in ModelMetrics([], RequestMetrics()).collect():
         yield code(exported_name(metric)), metric.type, metric.documentation
 
 

@@ -17,6 +17,7 @@ REDIRECT = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" cont
 #: The navigation. All other pages of docs/ are for users and come first.
 CONTENTS = {
     "Reference": ["docs/settings", "docs/api", "docs/python", "docs/metrics", "docs/errors"],
+    "Operate": ["docs/operate", "SECURITY", "deploy/README"],
     "Contribute": [
         *("CONTRIBUTING", "docs/architecture", "docs/extending", "docs/benchmarks"),
         *("docs/decisions/README", "GPU benchmarks </benchmarks/gpu/README>", "CHANGELOG"),
@@ -29,6 +30,8 @@ root_doc = "README"
 include_patterns = [
     "README.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
+    "deploy/*.md",
     "CHANGELOG.md",
     "docs/**",
     "benchmarks/gpu/*.md",

@@ -249,6 +249,31 @@ def check(
     raise typer.Exit(_exit_status(reports))
 
 
+@app.command()
+def backup(
+    target: Annotated[Path, typer.Argument(help="Folder for the copy, which is made")],
+    cache_dir: Annotated[
+        Path | None, typer.Option(help="Cache folder", show_default="from the settings")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Settings file", show_default=SETTINGS_PLACES)
+    ] = None,
+) -> None:
+    """Copy the cache folder, also while a server uses it. Serve the copy with --cache-dir."""
+    from rekindle.kvcache.disk.backup import back_up
+
+    folder = load_config({"cache_dir": cache_dir}, file=config).cache_dir
+    try:
+        report = back_up(folder, target)
+    except OSError as error:
+        raise RekindleError(f"cannot copy {folder} to {target}: {error.strerror}") from None
+    size = f"{report.files} files of {report.folders} models, {decimal(report.size_bytes)}"
+    views.show(views.plain(f"{target}: {size}"))
+    for name in report.torn:
+        text = f"{name}: its index changed all the time, so names of the last minutes are missing"
+        views.show(views.plain(text, "yellow"))
+
+
 def _exit_status(reports: Sequence[FolderReport]) -> int:
     if any(report.findings for report in reports):
         return DAMAGED

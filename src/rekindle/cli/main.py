@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,6 +35,13 @@ app = CommandLine(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_cli.app, rich_help_panel=STATE)
+service_app = typer.Typer(
+    name="service",
+    help="Run the server as a service of systemd.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(service_app, rich_help_panel=MACHINE)
 console = Console(stderr=True)
 
 INTERRUPTED = 128 + 2  # exit status after Ctrl-C, as shells report it
@@ -309,6 +317,26 @@ def selftest(
         raise typer.Exit(1)
 
 
+@app.command(rich_help_panel=MACHINE)
+@takes_settings
+def doctor(config: ConfigFile = None, as_json: AsJson = False, **flags: Any) -> None:
+    """Check whether `serve` would work here with the same flags, and say what to change."""
+    with QuietImports():
+        from rekindle.cli import doctor as doctor_cli
+
+    try:
+        findings = list(doctor_cli.examine(load_config(flags, file=config)))
+    except RekindleError as error:
+        findings = [doctor_cli.Diagnosis("settings", "failed", str(error))]
+    if as_json:
+        checks = [asdict(each) for each in findings]
+        typer.echo(json.dumps({"works": doctor_cli.works(findings), "checks": checks}, indent=2))
+    else:
+        doctor_cli.report(findings, Console())
+    if not doctor_cli.works(findings):
+        raise typer.Exit(1)
+
+
 @app.command(rich_help_panel=STATE)
 def key(
     name: Annotated[str, typer.Argument(help="Name of the key's owner")],
@@ -329,6 +357,36 @@ def key(
     typer.echo(secret)
     if file is None:
         typer.echo(line)
+
+
+IsSystem = Annotated[
+    bool,
+    typer.Option("--system/--user", help="For the whole system, as root; or for this user"),
+]
+
+
+@service_app.command("install", context_settings={"ignore_unknown_options": True})
+def install_service(
+    flags: Annotated[list[str] | None, typer.Argument(help="Flags of `serve`, after --")] = None,
+    system: IsSystem = False,
+    dry_run: Annotated[bool, typer.Option("--print", help="Only print the unit file")] = False,
+) -> None:
+    """Write a systemd unit that runs `rekindle serve`, and check it."""
+    from rekindle.cli import service
+
+    unit = service.Service(service.installed_program(), tuple(flags or ()), system)
+    if dry_run:
+        typer.echo(service.shown(unit), nl=False)
+    else:
+        service.install(unit, console)
+
+
+@service_app.command("remove")
+def remove_service(system: IsSystem = False) -> None:
+    """Delete the systemd unit."""
+    from rekindle.cli import service
+
+    service.remove(service.Service(service.installed_program(), is_system=system), console)
 
 
 @app.command("config", rich_help_panel=STATE)

@@ -17,10 +17,12 @@ from rekindle.config.presets import Aliases, Presets
 from rekindle.media.addresses import parse_listed
 from rekindle.protocol.settings import (
     COUNT_LIMIT,
+    MB,
     Count,
     Name,
     RuntimeSettings,
     Setting,
+    Size,
     split_commas,
 )
 
@@ -58,6 +60,7 @@ Temperature = Annotated[float, Interval(ge=0, le=100)]
 Probability = Annotated[float, Interval(gt=0, le=1)]
 Penalty = Annotated[float, Interval(gt=0, le=100)]
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 Names = Annotated[tuple[Name, ...], BeforeValidator(split_commas)]
 Origin = Annotated[Name, AfterValidator(_check_origin)]
 Origins = Annotated[tuple[Origin, ...], BeforeValidator(split_commas)]
@@ -115,6 +118,18 @@ class Config(RuntimeSettings):
         Seconds, _server("Seconds without progress before a model is restarted", flag=False)
     ] = 300.0
     log_level: Annotated[LogLevel, _server("Log level: debug, info, warning or error")] = "info"
+    log_format: Annotated[LogFormat, _server("Format of log lines: text or json")] = "text"
+    log_file: Annotated[
+        Path | None,
+        _server("Write the log to this file, reopened when it is moved", "terminal"),
+    ] = None
+    log_file_size: Annotated[
+        Size, _server("Size at which a log file is replaced; five old ones are kept; 0: never")
+    ] = 100 * MB
+    otlp_endpoint: Annotated[
+        Name | None,
+        _server("Send a trace of every request to this OpenTelemetry collector", "none"),
+    ] = None
     models_dir: Annotated[Path, _server("Folder for downloaded models", flag=False)] = Path(
         "~/.cache/rekindle/models"
     )

@@ -75,6 +75,8 @@ class EngineOptions:
     host_bytes: int = 0  # RAM for blocks, which may be page-locked
     threads: int = 4
     gpu_layers: int | None = None
+    gpus: tuple[int, ...] = ()  # their numbers; none: all of them
+    gpu_shares: tuple[float, ...] = ()  # of the layers, for each GPU; none: by free memory
     kv_type: KvType = "f16"
 
 

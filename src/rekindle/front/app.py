@@ -42,11 +42,15 @@ from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
-from rekindle.front import console, docs, metrics
+from rekindle.front import console, docs, health, metrics
 from rekindle.front.openapi import EVERY_OPERATION, DocumentedApp
+from rekindle.front.request_metrics import REQUEST_METRICS, RequestMetrics
+from rekindle.front.traces import Tracer, open_tracer
 from rekindle.http.auth import KeyFile, Keys
 from rekindle.http.body import VALIDATORS, open_validators
+from rekindle.http.logs import log_request
 from rekindle.http.middleware import Drain, RequestMiddleware
+from rekindle.http.records import CLIENT_GONE, note_error
 from rekindle.http.responses import (
     OPENAI_ERRORS,
     ClientGone,
@@ -75,6 +79,7 @@ ROUTERS = (
     ollama_embed.router,
     ollama_models.pull_router,
     openai.models_router,
+    health.router,
     llama_server.router,
     prepare.router,
     files.router,
@@ -97,12 +102,14 @@ def build_app(
     keys: Keys | None = None,
     drain: Drain | None = None,
 ) -> RequestMiddleware:
+    of_requests = RequestMetrics()
+    tracer = open_tracer(config)
     app = DocumentedApp(
         title="Rekindle",
         version=__version__,
         summary="An OpenAI-compatible inference server that keeps and reuses the KV cache of every "
         "conversation.",
-        lifespan=partial(_lifespan, config, models),
+        lifespan=partial(_lifespan, config, models, of_requests, tracer),
         redirect_slashes=False,  # a redirect would echo a forged Host header
         docs_url=None,  # FastAPI's pages load scripts from a CDN
         redoc_url=None,
@@ -121,6 +128,7 @@ def build_app(
         origins=config.cors_origin,
         versioned=_versioned(),
         error_format=_error_format,
+        observers=[log_request, of_requests.observe, *([tracer.observe] if tracer else [])],
     )
 
 
@@ -142,7 +150,11 @@ def api_keys(config: Config) -> Keys:
 
 @asynccontextmanager
 async def _lifespan(
-    config: Config, models: ServedModels, _app: FastAPI
+    config: Config,
+    models: ServedModels,
+    of_requests: RequestMetrics,
+    tracer: Tracer | None,
+    _app: FastAPI,
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the state that requests share, from the start of the server to its end."""
     await asyncio.to_thread(files.remove_left_over_folders)
@@ -152,6 +164,7 @@ async def _lifespan(
         with open_validators() as validators:
             yield {
                 "models": models,
+                REQUEST_METRICS: of_requests,
                 VALIDATORS: validators,
                 MEDIA: media,
                 files.TRANSFERS: files.Transfers(),
@@ -164,6 +177,8 @@ async def _lifespan(
     finally:
         await background.close()
         await media.close()
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 def _versioned() -> set[str]:
@@ -206,5 +221,6 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return ErrorResponse(unexpected, request.scope)
 
 
-async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+async def _on_client_gone(request: Request, _error: Exception) -> Response:
+    note_error(request.scope, CLIENT_GONE)
     return Response(status_code=499)  # for the log, because nobody receives it

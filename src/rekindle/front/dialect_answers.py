@@ -223,6 +223,7 @@ ANSWERS: dict[str, Any] = {
     "GET /v1/models": ModelList,
     "GET /v1/models/{model}": Model,
     "GET /health": Health,
+    "GET /health/ready": Health,
     "GET /props": Props,
     "POST /v1/tokenize": TokenList,
     "POST /v1/detokenize": DetokenizedText,

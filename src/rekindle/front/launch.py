@@ -58,7 +58,7 @@ T = TypeVar("T")
 def serve(config: Config, console: Console) -> None:
     """Serve until a signal stops the server."""
     check_settings(config)
-    log_to(console, config.log_level)
+    log_to(console, config.log_level, config.log_format, config.log_file, config.log_file_size)
     raise_file_limit()
     keys = api_keys(config)
     ports = [config.port, *([] if config.ollama_port is None else [config.ollama_port])]
@@ -150,6 +150,11 @@ def bind(config: Config, port: int) -> socket.socket:
             problem = f"{error.strerror}. Choose another --host or {flag}"
         raise ConfigError(f"{where}: {problem}") from None
     return listener
+
+
+def named_models(config: Config) -> list[str]:
+    """All models to serve, as the operator named them."""
+    return [*served_names(config).values(), *served_embedders(config).values()]
 
 
 def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
@@ -280,10 +285,11 @@ def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
         uvicorn.Config(
             build_app(config, models, keys, drain),
             http=HttpProtocol,
+            access_log=False,  # the application logs every request
             ws="websockets-sansio",
             ws_max_size=LIMITS.body_bytes,
             log_config=None,
-            log_level="warning" if config.log_level == "info" else config.log_level,
+            log_level="debug" if config.log_level == "debug" else "error",
             timeout_graceful_shutdown=DRAIN_S,
             lifespan="on",
         ),

@@ -254,8 +254,30 @@ class RenderedPrompt(TypedDict):
     prompt: str
 
 
+ProblemCode = Literal[
+    "model_loading",
+    "model_restarting",
+    "model_failed",
+    "engine_stuck",
+    "encoders_stuck",
+    "disk_cache_off",
+]
+
+
+class HealthProblem(TypedDict):
+    """Something that is wrong with one model."""
+
+    model: str
+    code: ProblemCode
+    message: str
+
+
 class Health(TypedDict):
-    status: Literal["ok"]
+    """Whether all models answer."""
+
+    status: Literal["ok", "degraded", "unavailable"]
+    reason: NotRequired[str]
+    problems: NotRequired[list[HealthProblem]]
 
 
 class Props(TypedDict):

@@ -39,6 +39,14 @@ class Caller:
     admin: bool
 
     @property
+    def label(self) -> str:
+        """How logs and metrics name the tenant: by a digest, as lists of entries do.
+
+        Callers without a key have no name.
+        """
+        return blake3(self.salt).hexdigest()[:12] if self.salt else ""
+
+    @property
     def is_unknown(self) -> bool:
         """Whether the server has API keys and this caller sent none."""
         return self.salt == OPEN_SALT and not self.admin
@@ -80,12 +88,14 @@ class KeyFile:
     Each line is `NAME DIGEST [admin]`. While the file is invalid, its previous keys stay in force.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, clock: Callable[[], float] = time.monotonic, *, warns: bool = True
+    ) -> None:
         self._path = path
         self._clock = clock
         self._checked_at_s = clock()
         self._version, self._keys = _read(path)
-        if path.stat().st_mode & 0o077:
+        if warns and path.stat().st_mode & 0o077:
             log.warning("other users can read %s; run `chmod 600 %s`", path, path)
 
     def keys(self) -> KnownKeys:

@@ -8,7 +8,8 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType
 from urllib.parse import urlsplit
@@ -24,6 +25,7 @@ from rekindle.http.auth import CALLER, LOOPBACK, OPEN_SALT, Caller, Keys
 from rekindle.http.body import BODY, HeldBytes, LimitedBody, check_announced_size, upload
 from rekindle.http.logs import REQUEST_ID_HEADER, request_context
 from rekindle.http.protocol import MAX_HEADER_BYTES, HeadersTooLarge
+from rekindle.http.records import RECORD, Observer, RequestRecord, endpoint_of, note_error, recorded
 from rekindle.http.responses import ERROR_FORMAT, OPENAI_ERRORS, ErrorFormat, ErrorResponse
 
 DRAIN_S = 10  # how long requests in flight may take to finish
@@ -91,7 +93,7 @@ APPLICATION = "rekindle.application"  # key in a WebSocket's scope of this appli
 DRAIN_CHECK_S = 0.5
 SERVICE_RESTART, POLICY_VIOLATION = 1012, 1008  # codes with which a WebSocket ends
 RECEIVED = "rekindle.received_s"  # the time's key in the request's scope
-OPEN_PATHS = {"/health"}  # need no API key
+OPEN_PATHS = {"/health", "/health/ready"}  # need no API key
 CONSOLE_FILES = "/console/"  # paths of the page at /, which holds no data
 PUBLIC_PAGE = "/"  # shows less without a key
 UPLOADS = {"/v1/cache/import"}  # take a file of any size
@@ -125,6 +127,7 @@ class RequestMiddleware:
     `names` are those of the server besides loopback names, for a proxy on the same machine.
     `versioned` holds the first words of paths that are served under /v1 and also without it.
     `error_format` chooses the dialect of errors by path and headers.
+    `observers` get the record of every request.
     """
 
     def __init__(
@@ -138,8 +141,10 @@ class RequestMiddleware:
         origins: Iterable[str] = (),
         versioned: Container[str] = (),
         error_format: Callable[[str, Headers], ErrorFormat] = lambda _path, _headers: OPENAI_ERRORS,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self._app = app
+        self.observers = observers
         self._keys = keys
         self._is_local = host in LOOPBACK
         self._names = LOOPBACK | set(names)
@@ -153,16 +158,29 @@ class RequestMiddleware:
         match scope["type"]:
             case "http":
                 headers = Headers(scope=scope)
-                with request_context(headers.get(REQUEST_ID_HEADER)) as request_id:
+                with (
+                    request_context(headers.get(REQUEST_ID_HEADER)) as request_id,
+                    self._recorded(scope, scope["method"], headers, request_id) as record,
+                ):
                     added = self._cors.headers(headers.get("origin"))
                     added |= dict.fromkeys(REQUEST_ID_HEADERS, request_id)
-                    await self._http(scope, headers, receive, _with_headers(send, added))
+                    await self._http(scope, headers, receive, _with_headers(send, added, record))
             case "lifespan":
                 await self._app(scope, receive, send)
             case "websocket":
                 headers = Headers(scope=scope)
-                with request_context(headers.get(REQUEST_ID_HEADER)):
-                    await self._websocket(scope, headers, receive, send)
+                with (
+                    request_context(headers.get(REQUEST_ID_HEADER)) as request_id,
+                    self._recorded(scope, "GET", headers, request_id) as record,
+                ):
+                    await self._websocket(scope, headers, receive, _noting_status(send, record))
+
+    def _recorded(
+        self, scope: Scope, method: str, headers: Headers, request_id: str
+    ) -> AbstractContextManager[RequestRecord]:
+        record = RequestRecord(request_id, method, endpoint_of(scope), headers=headers)
+        scope[RECORD] = record
+        return recorded(record, self.observers)
 
     async def _websocket(
         self, scope: Scope, headers: Headers, receive: Receive, send: Send
@@ -173,9 +191,10 @@ class RequestMiddleware:
         try:
             self._check_headers(scope, headers)
             self._cors.check(headers.get("origin"))  # browsers send no preflight for a WebSocket
-            self._identify(scope, headers)
+            scope[RECORD].tenant = self._identify(scope, headers).label
             self._drain.check()
         except ServerError as error:
+            note_error(scope, error.code)
             if "websocket.http.response" in scope.get("extensions", {}):
                 await ErrorResponse(error, scope)(scope, receive, send)
             else:
@@ -213,6 +232,7 @@ class RequestMiddleware:
                 await self._cors.preflight(headers)(scope, receive, send)
                 return
             caller = self._identify(scope, headers)
+            scope[RECORD].tenant = caller.label
             if scope["method"] == "POST" and not self._is_unserved(path):
                 _check_content(headers, path)
             self._drain.check()
@@ -225,12 +245,19 @@ class RequestMiddleware:
         inner = {**scope, "path": path, CALLER: caller}
         if scope["method"] == "HEAD":  # uvicorn omits the body
             inner["method"] = "GET"
-        if inner["method"] == "POST" and path in UPLOADS:
-            await self._app(inner, upload(receive), send)
+        try:
+            await self._run(inner, caller, receive, send)
+        finally:
+            record = scope[RECORD]
+            record.endpoint, record.is_routed = endpoint_of(inner), "route" in inner
+
+    async def _run(self, scope: Scope, caller: Caller, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and scope["path"] in UPLOADS:
+            await self._app(scope, upload(receive), send)
             return
         with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:
-            inner[BODY] = body
-            await self._app(inner, body.receive, send)
+            scope[BODY] = body
+            await self._app(scope, body.receive, send)
 
     def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
@@ -264,11 +291,26 @@ class RequestMiddleware:
         return f"/v1{path}" if path[1:].partition("/")[0] in self._versioned else path
 
 
-def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:
+#: The statuses of a WebSocket's messages, as if each were the response to a request.
+_WEBSOCKET_STATUSES = {"websocket.accept": 101, "websocket.close": 403}
+
+
+def _noting_status(send: Send, record: RequestRecord) -> Send:
+    async def noting_send(message: Message) -> None:
+        if record.status == 0:
+            record.status = message.get("status", _WEBSOCKET_STATUSES.get(message["type"], 0))
+        await send(message)
+
+    return noting_send
+
+
+def _with_headers(send: Send, headers: Mapping[str, str], record: RequestRecord) -> Send:
+    """Add headers to the response, and note its status."""
     added = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
+            record.status = message["status"]
             message = {**message, "headers": [*message["headers"], *added]}
         await send(message)
 

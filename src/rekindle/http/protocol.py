@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from rekindle.errors import BadRequest, ServerError
 from rekindle.http.logs import REQUEST_ID_HEADER, fresh_id
+from rekindle.http.records import Observer, RequestRecord, recorded
 
 BODY_WRITER = "rekindle.body_writer"  # the writer's key in the request's scope
 MAX_HEADER_BYTES = 64 << 10
@@ -96,6 +97,8 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The application's observers also get the requests that never reach it.
+        self._observers: Sequence[Observer] = getattr(self.config.app, "observers", ())
         self._deadline: asyncio.TimerHandle | None = None
         self._in_headers = False
         self._header_bytes = 0
@@ -193,13 +196,18 @@ class HttpProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_started and not cycle.response_complete:
             self.transport.close()  # an error in the middle of a response could not be read
             return
+        request_id = fresh_id()
+        if cycle is None or cycle.response_complete:  # the application records its own requests
+            record = RequestRecord(request_id, "-", "-", status=error.status, error=error.code)
+            with recorded(record, self._observers):
+                pass
         body = orjson.dumps(error.body())
         status = HTTPStatus(error.status)
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\n"
             "content-type: application/json\r\n"
             f"content-length: {len(body)}\r\n"
-            f"{REQUEST_ID_HEADER}: {fresh_id()}\r\n"
+            f"{REQUEST_ID_HEADER}: {request_id}\r\n"
             "connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)

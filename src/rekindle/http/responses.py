@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from rekindle.errors import ServerError, Unavailable
 from rekindle.http.protocol import BODY_WRITER, BodyWriter
+from rekindle.http.records import CLIENT_GONE, note_error
 
 log = logging.getLogger("rekindle.api")
 
@@ -145,6 +146,7 @@ def error_format(scope: Scope) -> ErrorFormat:
 
 class ErrorResponse(JsonResponse):
     def __init__(self, error: ServerError, scope: Scope) -> None:
+        note_error(scope, error.code)
         super().__init__(
             error_format(scope).body(error),
             status_code=error.status,
@@ -192,6 +194,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         def error_event(error: ServerError) -> bytes:
+            note_error(scope, error.code)
             return (self._error_event or error_format(scope).event)(error)
 
         self._body_writer = scope.get(BODY_WRITER)
@@ -200,6 +203,8 @@ class EventStream(Response):
         living = asyncio.create_task(self._send_signs_of_life(send))
         try:
             await asyncio.wait({sending, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                note_error(scope, CLIENT_GONE)
         except asyncio.CancelledError:  # the server stops, and the time for draining is over
             await _cancel(sending, living)
             stopping = Unavailable("the server is stopping; send the request again")

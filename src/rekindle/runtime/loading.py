@@ -46,5 +46,7 @@ def engine_options(load: LoadModel) -> EngineOptions:
         park_fraction=settings.park_fraction,
         threads=settings.thread_count,
         gpu_layers=settings.gpu_layers,
+        gpus=settings.gpu,
+        gpu_shares=settings.tensor_split,
         kv_type=settings.kv_type,
     )

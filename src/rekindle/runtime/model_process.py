@@ -117,13 +117,20 @@ class ModelProcess(ABC, Generic[T]):
         """How long an idle process may wait for a message. None means for ever."""
         return None
 
+    @property
+    def disk_state(self) -> str:
+        """The state of the disk tier. It is off for models without one."""
+        return "off"
+
     def _send_heartbeats(self) -> None:
         """Run the thread that tells the front whether this process makes progress."""
         while True:
             now_s = time.monotonic()
-            begun_s = (self.link.working_since_s, self._encoders.working_since_s)
-            working_s = max((now_s - each for each in begun_s if each is not None), default=0.0)
-            self.link.send(Heartbeat(max(working_s, 0.0)))
+            encoding_s, engine_s = (
+                max(now_s - since_s, 0.0) if since_s is not None else 0.0
+                for since_s in (self._encoders.working_since_s, self.link.working_since_s)
+            )
+            self.link.send(Heartbeat(max(encoding_s, engine_s), encoding_s, self.disk_state))
             time.sleep(HEARTBEAT_S)
 
     def emit(self, events: list[Event]) -> None:

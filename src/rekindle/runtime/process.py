@@ -119,6 +119,10 @@ class RuntimeProcess(ModelProcess[_Message]):
             conversations=storage.conversations,
         )
 
+    @property
+    def disk_state(self) -> str:
+        return self._runtime.storage.disk_state
+
     def _receive(self, message: TurnRequest | AdminRequest | Cancel, size_bytes: int) -> None:
         match message:
             case GenerateRequest():

@@ -43,6 +43,7 @@ class RuntimeClient:
         self._turns = OpenTurns(load.settings.parallel + queue, self.activity)
         self._admin_requests: dict[int, tuple[bytes, asyncio.Future[AdminResult]]] = {}
         self._ids = itertools.count(1)
+        self.heartbeat = Heartbeat(0.0)  # the last one
         self.supervisor = Supervisor(
             name, load, self._receive, self._fail_all, step_timeout_s=step_timeout_s
         )
@@ -71,6 +72,11 @@ class RuntimeClient:
     @property
     def turns(self) -> int:
         return len(self._turns)
+
+    @property
+    def running_turns(self) -> int:
+        """The turns whose prefill has begun. The others wait."""
+        return self._turns.running
 
     async def start(self, on_loading: OnLoading = lambda _fraction: None) -> None:
         """Load the model. Raises ModelError."""
@@ -146,8 +152,9 @@ class RuntimeClient:
             case Events(events):
                 for event in events:
                     self._turns.deliver(event)
-            case Heartbeat(working_s):
-                self.supervisor.watchdog.heartbeat(working_s)
+            case Heartbeat():
+                self.supervisor.watchdog.heartbeat(message.working_s)
+                self.heartbeat = message
             case AdminReply():
                 self._resolve(message)
             case LogLine(level, text, request_id):
@@ -200,6 +207,10 @@ class OpenTurns:
 
     def __len__(self) -> int:
         return len(self._turns)
+
+    @property
+    def running(self) -> int:
+        return sum(turn.is_started for turn in self._turns.values())
 
     def ids(self) -> list[int]:
         return list(self._turns)

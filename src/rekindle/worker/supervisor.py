@@ -194,6 +194,7 @@ class Supervisor:
         self.ready: Ready | None = None  # None while no model is loaded
         self.down_reason = "a model is loading"
         self.restarts = 0
+        self.failed_restarts = 0  # since the process last ended
 
     @property
     def pid(self) -> int | None:
@@ -258,8 +259,11 @@ class Supervisor:
             try:
                 process = await self._spawn(lambda _fraction: None)
             except (ModelError, OSError) as error:
+                self.failed_restarts += 1
+                self.down_reason = "a model cannot be restarted; the server's log says why"
                 log.error("restarting %s failed: %s", self._name, error)
             else:
                 self.restarts += 1
+                self.failed_restarts = 0
                 log.warning("runtime of %s is back", self._name)
                 return process

@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 
-from rekindle.api.base.reply import PrefillLog, Reply, Turns
+from rekindle.api.base.reply import Reply, Turns
+from rekindle.api.base.turn_record import PrefillLog
 from rekindle.errors import ReportedError
 from rekindle.protocol.events import Delta, Event, Prefill, Started
 from rekindle.protocol.requests import GenerateRequest, SamplingParams
@@ -120,7 +121,7 @@ class Clock:
 def lines(caplog: pytest.LogCaptureFixture, *events: tuple[float, Event]) -> list[str]:
     clock = Clock()
     prefill_log = PrefillLog(clock)
-    with caplog.at_level(logging.INFO, "rekindle.turn"):
+    with caplog.at_level(logging.INFO, "rekindle"):
         for clock.now, event in events:
             prefill_log.record(event)
     return [record.getMessage() for record in caplog.records]
@@ -151,13 +152,13 @@ def test_each_turn_has_its_own_five_seconds(caplog: pytest.LogCaptureFixture) ->
 def test_a_stream_logs_its_prompt_before_there_is_anything_to_send(
     stream: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rekindle.api.base.reply.LOG_EVERY_S", 0.0)
-    with caplog.at_level(logging.INFO, "rekindle.turn"):
+    monkeypatch.setattr("rekindle.api.base.turn_record.LOG_EVERY_S", 0.0)
+    with caplog.at_level(logging.INFO, "rekindle"):
         Front(ScriptedRuntime(SCRIPT)).chat(stream=stream)
     first, second, last = [record.getMessage() for record in caplog.records]
     assert "512 of 2048" in first
     assert "2048 of 2048" in second
-    assert "generated" in last
+    assert "output 2" in last
 
 
 async def arrived(*script: Step) -> list[list[Event]]:

@@ -232,9 +232,11 @@ def test_a_finished_turn_is_one_line_of_the_log(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime = ScriptedRuntime(reply("Hel", "lo", end=finished(prompt_tokens=50, cache=hit(40))))
-    with caplog.at_level(logging.INFO, "rekindle.turn"):
+    with caplog.at_level(logging.INFO, "rekindle.request"):
         Front(runtime).chat(stream=stream)
-    [line] = [record.getMessage() for record in caplog.records if record.name == "rekindle.turn"]
-    assert "50 prompt tokens: 40 reused from ram (hit, full_match)" in line
+    [line] = [record.getMessage() for record in caplog.records if record.name == "rekindle.request"]
+    assert line.startswith("tiny POST /v1/chat/completions 200: prompt 50 (40 reused from ram), ")
+    assert "output 2" in line
+    assert "stop=stop" in line
     assert "Hello" not in line
     assert "hello" not in line

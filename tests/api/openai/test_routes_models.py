@@ -58,10 +58,9 @@ def test_health_is_bad_with_a_reason_while_a_model_is_away(front: Front, place: 
     ].supervisor.down_reason = "the process of a model died and is being restarted"
     answer = front.get("/health")
     assert answer.status_code == 503
-    assert answer.json() == {
-        "status": "unavailable",
-        "reason": "the process of a model died and is being restarted",
-    }
+    reason = "the process of a model died and is being restarted"
+    problem = {"model": front.runtimes[place].name, "code": "model_loading", "message": reason}
+    assert answer.json() == {"status": "unavailable", "reason": reason, "problems": [problem]}
     assert answer.headers["retry-after"]
     assert front.get("/v1/models").json()["data"][place]["max_model_len"] is None
 
@@ -129,6 +128,7 @@ def test_the_openapi_document_lists_every_endpoint(front: Front) -> None:
         "/v1/internal/model/kv_cache/remove_old_caches",
         "/metrics",
         "/health",
+        "/health/ready",
     }
     bodies = {
         path: schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -39,6 +39,7 @@ OTHER: dict[str, Any] = {  # another value for every field of Numerics
 NUMERIC: dict[str, Any] = {"path": "other.gguf", "context_tokens": 2048, "kv_type": "q8_0"}
 NUMERIC_OF_PICTURES = ("mmproj",)  # see test_vision.py
 REFUSED = ("adapter",)  # this engine has none
+NUMERIC_ON_SEVERAL_GPUS = ("gpus", "gpu_shares")  # see test_gpus.py
 NUMERIC_ON_GPU: dict[str, Any] = {"gpu_layers": 1}
 NOT_NUMERIC: dict[str, Any] = {
     "parallel": 7,
@@ -54,7 +55,8 @@ NOT_NUMERIC: dict[str, Any] = {
 
 def test_every_engine_setting_is_classified_as_numeric_or_not() -> None:
     """A new setting fails here until it is added to the right table, which other tests use."""
-    classified = [*NUMERIC, *NUMERIC_OF_PICTURES, *REFUSED, *NUMERIC_ON_GPU, *NOT_NUMERIC]
+    on_gpus = [*NUMERIC_ON_GPU, *NUMERIC_ON_SEVERAL_GPUS]
+    classified = [*NUMERIC, *NUMERIC_OF_PICTURES, *REFUSED, *on_gpus, *NOT_NUMERIC]
     assert sorted(classified) == sorted(field.name for field in fields(EngineOptions))
 
 

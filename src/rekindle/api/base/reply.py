@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
@@ -22,8 +21,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.admin import refine_reason
+from rekindle.api.base.turn_record import PrefillLog, TurnRecorder
 from rekindle.errors import ReportedError, ServerError, Unavailable
-from rekindle.http.logs import current_id
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import (
     KEEP_ALIVE_S,
@@ -42,7 +41,6 @@ from rekindle.protocol.events import (
     Failed,
     Finished,
     Part,
-    Prefill,
     Ranked,
     Started,
     TokenLogprob,
@@ -56,33 +54,6 @@ T = TypeVar("T")
 OnDelta = Callable[[int, Delta], bool]
 
 log = logging.getLogger("rekindle.turn")
-
-LOG_EVERY_S = 5.0
-
-
-class PrefillLog:
-    """Logs the prefill progress of each turn every five seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._request_id = current_id()  # events arrive outside of the request's context
-        self._last_s: dict[int, float] = {}  # by turn: its start, or its last line
-
-    def record(self, event: Event) -> None:
-        if isinstance(event, Started):
-            self._last_s[event.turn] = self._clock()
-        elif isinstance(event, Prefill):
-            now = self._clock()
-            if now - self._last_s.setdefault(event.turn, now) < LOG_EVERY_S:
-                return
-            self._last_s[event.turn] = now
-            log.info(
-                "turn %d: %d of %d prompt tokens read",
-                event.turn,
-                event.done_tokens,
-                event.prompt_tokens,
-                extra={"request_id": self._request_id},
-            )
 
 
 class Turns:
@@ -103,6 +74,7 @@ class Turns:
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._turns: list[int] = []
         self._prefill_log = PrefillLog()
+        self._recorder = TurnRecorder(runtime.name, _first_choices(requests))
         self._on_delta = on_delta
         self._is_waiting = False  # for the next event
         self.is_abandoned = False  # another request has cancelled the turns
@@ -111,7 +83,8 @@ class Turns:
                 request = structs.replace(request, received_s=received_s)
                 on_event = partial(self._on_event, len(self._turns))
                 self._turns += runtime.submit(request, on_event)
-        except ServerError:
+        except ServerError as error:
+            self._recorder.refused(error)
             self.close()
             raise
 
@@ -119,20 +92,25 @@ class Turns:
         self._on_delta = None  # frees its owner, which holds the request, without a cycle
         for turn in self._turns:
             self._runtime.cancel(turn)
+        self._recorder.close()
 
     def abandon(self) -> None:
         """Cancel the turns on behalf of another request and wake up `collect`."""
         self.is_abandoned = True
+        self._recorder.add_event(0, Cancelled(self._turns[0]))
         self.close()
         self._events.put_nowait((0, Cancelled(self._turns[0])))
 
     def _on_event(self, first: int, choice: int, event: Event) -> None:
         if isinstance(event, Delta):
+            self._recorder.add_part(first + choice)
             is_next = self._is_waiting and self._events.empty()
             if is_next and self._on_delta and self._on_delta(first + choice, event):
                 return
         else:
-            self._prefill_log.record(event)  # here, because a slow client delays `collect`
+            # here, because a slow client delays `collect`
+            self._prefill_log.record(event)
+            self._recorder.add_event(first + choice, event)
         self._events.put_nowait((first + choice, event))
 
     @property
@@ -191,10 +169,24 @@ class Turns:
         return isinstance(event, Delta | Finished)
 
 
+def _first_choices(requests: Sequence[GenerateRequest]) -> set[int]:
+    """The indices of the turns that are the first choice of their request."""
+    counts = [len(request.turns) for request in requests]
+    return {sum(counts[:place]) for place in range(len(counts))}
+
+
 async def result_of(runtime: RuntimeClient, request: TurnRequest, kind: type[T]) -> T:
     """Run a turn that ends with a single result, such as embeddings. Raises if it failed."""
+    with contextlib.closing(TurnRecorder(runtime.name, {0})) as recorder:
+        return await _result_of(runtime, request, kind, recorder)
+
+
+async def _result_of(
+    runtime: RuntimeClient, request: TurnRequest, kind: type[T], recorder: TurnRecorder
+) -> T:
     async with contextlib.aclosing(runtime.stream(request)) as events:
         async for event in events:
+            recorder.add_event(0, event)
             if isinstance(event, kind):
                 return event
             if isinstance(event, Failed):
@@ -379,7 +371,6 @@ class Reply(ABC):
     def _record(self, index: int, event: Event) -> None:
         if isinstance(event, Finished):
             self._finished[index] = event
-            log.info("%s", log_line(event))
 
     async def _refine_report(self) -> None:
         """Refine the reason in the report of the first turn, which is the turn with the names."""
@@ -418,17 +409,6 @@ def x_cache(turns: Sequence[Finished], choices: int = 1) -> dict[str, Any]:
     if normalised := dict.fromkeys(what for report in reports for what in report.normalised):
         fields["normalised"] = list(normalised)
     return fields
-
-
-def log_line(turn: Finished) -> str:
-    """Summarise what a turn reused, computed and generated."""
-    cache = turn.cache
-    source = f" from {cache.tier}" if cache.tier else ""
-    return (
-        f"{turn.prompt_tokens} prompt tokens: {cache.reused_tokens} reused{source} "
-        f"({cache.status}, {cache.reason}), the rest in {turn.prompt_eval_s:.2f} s; "
-        f"{turn.completion_tokens} generated ({turn.reason})"
-    )
 
 
 def is_complete(arguments: str) -> bool:

@@ -1,4 +1,4 @@
-"""Serves /v1/chat/completions, /v1/completions, /v1/models and /health."""
+"""Serves /v1/chat/completions, /v1/completions and /v1/models."""
 
 from __future__ import annotations
 
@@ -65,17 +65,6 @@ async def retrieve_model(model: str, request: Request) -> Response:
         return await list_models(request)
     models = models_of(request)
     return JsonResponse(_model(models.any(model), models))
-
-
-@models_router.get("/health")
-async def health(request: Request) -> Response:
-    """Answer 200 if all models answer. Otherwise answer 503 with the reason: a model is loading,
-    gone or stuck, or the server is stopping."""
-    problem = models_of(request).problem
-    if problem is None:
-        return JsonResponse({"status": "ok"})
-    body = {"status": "unavailable", "reason": problem}
-    return JsonResponse(body, status_code=503, headers={"retry-after": "1"})
 
 
 def _model(runtime: RuntimeClient, models: ServedModels) -> dict[str, Any]:

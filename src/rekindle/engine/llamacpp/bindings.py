@@ -116,6 +116,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_backend_init": (None, []),
     "llama_log_set": (None, [LogCallback, _P]),
     "llama_supports_gpu_offload": (c_bool, []),
+    "llama_max_devices": (c_size_t, []),
     "llama_model_default_params": (ModelParams, []),
     "llama_context_default_params": (ContextParams, []),
     "llama_model_load_from_file": (_P, [c_char_p, ModelParams]),

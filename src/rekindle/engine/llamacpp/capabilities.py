@@ -16,8 +16,9 @@ from blake3 import blake3
 
 from rekindle.engine.base import Capabilities, Device, EngineOptions, KvLayout, KvType
 from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp.gpus import find_gpus
 from rekindle.engine.llamacpp.model import LlamaModel
-from rekindle.engine.llamacpp.sizes import Sizes, find_gpus
+from rekindle.engine.llamacpp.sizes import Sizes
 from rekindle.engine.llamacpp.state import BITS, GROUPS
 from rekindle.engine.llamacpp.vision import Projector
 from rekindle.models.gguf_files import split_names
@@ -33,7 +34,8 @@ class Numerics:
 
     state_format: str
     library: bytes  # digest of its files
-    backends: tuple[str, ...]  # instruction sets of the CPU, and every other device
+    #: Instruction sets of the CPU, every other device, and a chosen distribution over GPUs.
+    backends: tuple[str, ...]
     gpu_layers: int
     kv_type: KvType
     step_tokens: int  # step boundaries of exact sequences
@@ -48,7 +50,7 @@ class Numerics:
         return cls(
             state_format=STATE_FORMAT,
             library=_library_digest(bindings.library_path()),
-            backends=_backends(model.library),
+            backends=(*_backends(model.library), *model.distribution.fingerprint),
             gpu_layers=min(model.gpu_layers(options), model.layers + 1),  # + 1: the output layer
             kv_type=kv_type,
             step_tokens=step_tokens,
@@ -143,7 +145,10 @@ def describe(
         architecture=model.architecture,
         parameters=model.parameters,
         quantization=model.quantization,
-        gpus=tuple(Device(gpu.name, gpu.total_bytes) for gpu in find_gpus(model.library)),
+        gpus=tuple(
+            Device(gpu.name, gpu.total_bytes)
+            for gpu in find_gpus(model.library, model.distribution.chosen)
+        ),
         layers=model.layers + 1,  # + 1: the output layer
         gpu_layers=min(model.gpu_layers(options), model.layers + 1),
     )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from rekindle.engine.base import EngineOptions, KvType, OnProgress
 from rekindle.engine.llamacpp import bindings
+from rekindle.engine.llamacpp.gpus import distribute
 from rekindle.engine.llamacpp.state import GROUPS
 from rekindle.engine.llamacpp.tokenizer import LlamaTokenizer
 from rekindle.errors import ModelError
@@ -128,6 +129,7 @@ class LlamaModel:
     def __init__(self, options: EngineOptions, on_progress: OnProgress) -> None:
         library = self.library = bindings.load_library()
         self.on_gpu = bool(library.llama_supports_gpu_offload())
+        self.distribution = distribute(library, options)
         self.rope = choose_rope(library, options)
         native = self.native = self._load(options, on_progress)
         self.tokenizer = LlamaTokenizer(library, native)
@@ -161,7 +163,7 @@ class LlamaModel:
     def _load(self, options: EngineOptions, on_progress: OnProgress) -> int:
         params = self.library.llama_model_default_params()
         params.n_gpu_layers = self.gpu_layers(options)
-
+        self.distribution.apply(params)
         if self.rope:
             overrides = self.rope.overrides  # the name keeps it alive during the call
             params.kv_overrides = ctypes.cast(overrides, ctypes.c_void_p)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rekindle.engine.base import EngineOptions, KvType
 from rekindle.engine.llamacpp import bindings
 from rekindle.engine.llamacpp.batch import BatchRows
 from rekindle.engine.llamacpp.context import Context, Shape
+from rekindle.engine.llamacpp.gpus import find_gpus
 from rekindle.engine.llamacpp.model import LlamaModel
 from rekindle.engine.llamacpp.pools import ExactBudget, OtherPools
 from rekindle.engine.llamacpp.state import BlockLayout, read_layout
@@ -19,29 +18,6 @@ from rekindle.memory import host_free_bytes
 
 GPU_BLOCK_TOKENS = 1024  # large, because each copy to or from a GPU has a fixed cost
 PARK_FRACTION = 0.3  # default fraction of a GPU's free memory for parked sequences
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    name: str
-    free_bytes: int
-    total_bytes: int
-
-
-def find_gpus(library: Any) -> list[Gpu]:
-    """List the GPUs that llama.cpp uses: integrated ones only if there are no others."""
-    devices = [library.ggml_backend_dev_get(n) for n in range(library.ggml_backend_dev_count())]
-    for kind in (bindings.DEVICE_GPU, bindings.DEVICE_INTEGRATED_GPU):
-        if found := [each for each in devices if library.ggml_backend_dev_type(each) == kind]:
-            return [_read(library, each) for each in found]
-    return []
-
-
-def _read(library: Any, device: int) -> Gpu:
-    free, total = ctypes.c_size_t(), ctypes.c_size_t()
-    library.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-    name = library.ggml_backend_dev_description(device).decode(errors="replace")
-    return Gpu(name, free.value, total.value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,5 +167,5 @@ def free_bytes(model: LlamaModel, *, spread_evenly: bool = False) -> int:
     The fullest GPU limits cells that are spread evenly over all GPUs."""
     if not model.on_gpu:
         return host_free_bytes()
-    free = [gpu.free_bytes for gpu in find_gpus(model.library)]
+    free = [gpu.free_bytes for gpu in find_gpus(model.library, model.distribution.chosen)]
     return min(free, default=0) * len(free) if spread_evenly else sum(free)

@@ -245,6 +245,7 @@ class MlxEmbedder:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
+        memory.check_gpus(options)
         device = memory.choose_device(options.gpu_layers)
         mx.set_cache_limit(CACHE_BYTES)
         self.tokenizer, self._model = _load(options.path, on_progress)

@@ -54,6 +54,7 @@ class MlxEngine:
     def __init__(
         self, options: EngineOptions, on_progress: OnProgress = lambda _done: None
     ) -> None:
+        memory.check_gpus(options)
         device = memory.choose_device(options.gpu_layers)
         load = load_vision_model if options.mmproj else load_model
         loaded = load(options, on_progress)

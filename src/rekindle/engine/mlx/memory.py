@@ -11,11 +11,18 @@ from rekindle.engine.base import Device as Gpu
 from rekindle.engine.mlx.layouts import Layouts
 from rekindle.engine.mlx.model import LoadedModel
 from rekindle.engine.mlx.sequences import context_bytes
+from rekindle.errors import ModelError
 from rekindle.memory import host_free_bytes
 
 IDLE_SEQUENCES = 32  # idle conversations that may stay on the device
 
 Device = Literal["cpu", "gpu"]
+
+
+def check_gpus(options: EngineOptions) -> None:
+    """Refuse settings for several GPUs, of which MLX uses one."""
+    if options.gpus or options.gpu_shares:
+        raise ModelError("--gpu and --tensor-split are for GGUF models; MLX has one GPU")
 
 
 def choose_device(gpu_layers: int | None) -> Device:

@@ -239,13 +239,19 @@ class Storage:
         held = self.store.tiers.held_bytes(tenant)
         return held.get("ram", 0), held.get("disk", 0)
 
+    @property
+    def disk_state(self) -> str:
+        """The state of the disk tier, as in `Stats`. Any thread may ask."""
+        if self.disk is None or not self.disk.is_open:
+            return self.no_disk_reason
+        return self.disk.state if self.store.fetches.answers(self.disk) else "hung"
+
     def add_totals(self, stats: Stats) -> None:
         """Add the figures of the whole runtime, for an admin."""
         stats.ram_limit_bytes = self.store.tiers[0].budget.limit_bytes
-        stats.disk_state = self.no_disk_reason
+        stats.disk_state = self.disk_state
         if (disk := self.disk) and disk.is_open:
             stats.disk_limit_bytes = disk.budget.limit_bytes
-            stats.disk_state = disk.state if self.store.fetches.answers(disk) else "hung"
             stats.disk_queued_bytes = disk.pending_bytes
             stats.disk_written_bytes = disk.counts.written_bytes
             stats.disk_read_bytes = disk.counts.read_bytes
