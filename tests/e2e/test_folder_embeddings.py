@@ -198,7 +198,7 @@ def test_both_engines_score_the_same_reranker_alike(client: httpx.Client) -> Non
 def test_each_folder_is_listed_with_its_dimensions(client: httpx.Client) -> None:
     listed = {each["id"]: each for each in client.get("/v1/models").json()["data"]}
     assert list(listed) == [
-        *("chat", "embedder", EXAMPLE_MODEL, "cross-encoder", "qwen3-reranker-tiny", "judge")
+        *("model-name", "embedder", EXAMPLE_MODEL, "cross-encoder", "qwen3-reranker-tiny", "judge")
     ]
     assert listed["embedder"]["dimensions"] == WIDTH
     wrong = client.post("/v1/embeddings", json={"model": "cross-encoder", "input": "a"})
