@@ -49,7 +49,7 @@ fmt: dev            ## format the code and fix what lint can fix
 COMPILE := $(BIN)/uv pip compile pyproject.toml --generate-hashes --universal --no-emit-index-url \
   --no-header --quiet
 lock: dev           ## pin all dependencies again, with hashes and without an index host
-	$(COMPILE) --all-extras --group dev --upgrade -o requirements-dev.lock
+	$(COMPILE) --extra mlx --extra mlx-vlm --extra otel --extra video --group dev --upgrade -o requirements-dev.lock
 	cp requirements-dev.lock requirements.lock  # uv keeps the versions that it finds in the output
 	$(COMPILE) --group build -o requirements.lock
 

@@ -2,8 +2,9 @@
 
     python benchmarks/mlx_peers.py [--quick] [--only SCENARIO]
 
-The scenarios are eight turns with full attention and with a hybrid model, tool loops, and eight
-concurrent streams, greedy and with a temperature. Nothing else may run at the same time.
+The scenarios are eight turns with full attention and with a hybrid model, a long prompt, many kept
+conversations, tool loops, and eight concurrent streams, greedy and with a temperature. Nothing else
+may run at the same time.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ROOT = Path(__file__).parents[1]
 LOGS = Path("bench-results")
 CONTEXT_TOKENS = 8192
 STREAMS = 8
+KEPT, KEPT_TOKENS = 24, 512  # conversations, and the tokens of each
 
 Figures = dict[str, float]
 Scenario = Callable[[Rig], Awaitable[Figures]]
@@ -50,6 +52,27 @@ async def _eight_turns(rig: Rig) -> Figures:
         "computed_tokens": sum(turn.computed_tokens for turn in turns),
         "least_tokens": least_for(turns),
         "second_turn_ttft_s": turns[1].ttft_s,
+    }
+
+
+async def _long_prompt(rig: Rig) -> Figures:
+    """A prompt that takes half of the context, and the turn after it."""
+    talk = BenchConversation(rig)
+    cold = await talk.ask(f"{rig.nonce()}. {rig.prose(CONTEXT_TOKENS // 2)}")
+    warm = await talk.ask("And then?")
+    return {"cold_ttft_s": cold.ttft_s, "second_turn_ttft_s": warm.ttft_s}
+
+
+async def _kept(rig: Rig) -> Figures:
+    """More conversations than mlx_lm.server keeps by default. Each gets a second turn."""
+    talks = [BenchConversation(rig) for _ in range(KEPT)]
+    for talk in talks:
+        await talk.ask(f"{rig.nonce()}. {rig.prose(KEPT_TOKENS)}")
+    turns = [await talk.ask("And then?") for talk in talks]
+    return {
+        "computed_tokens": sum(turn.computed_tokens for turn in turns),
+        "prompt_tokens": sum(turn.prompt_tokens for turn in turns),
+        "second_turn_ttft_s": median(turn.ttft_s for turn in turns),
     }
 
 
@@ -75,6 +98,8 @@ class Case:
 CASES = {
     "turns": Case("llama", _eight_turns, 3),
     "hybrid": Case("falcon_h1", _eight_turns, 1),
+    "long": Case("llama", _long_prompt, 3),
+    "kept": Case("llama", _kept, 1),
     "toolloop": Case("llama", _tool_loop, 3),
     "decode": Case("llama", _greedy, 5),
     "sampled": Case("llama", _sampled, 5),

@@ -18,6 +18,8 @@ RUN_LOCK = ROOT / "requirements.lock"  # what a server needs
 DEV_LOCK = ROOT / "requirements-dev.lock"  # also tests, checks and all extras
 LOCKS = (RUN_LOCK, DEV_LOCK)
 MAX_RUN_PACKAGES = 60
+#: NVIDIA's libraries take gigabytes, and MLX is installed either for the CPU or for CUDA.
+UNLOCKED = {"mlx-cuda"}
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
 PIN = re.compile(r"[a-z0-9][a-z0-9.-]*==[0-9][\w.+!-]*")
 
@@ -80,8 +82,8 @@ def declared(lock: Path) -> list[Requirement]:
     project, groups = about["project"], about["dependency-groups"]
     every = [*project["dependencies"], *groups["build"]]
     if lock == DEV_LOCK:
-        extras = project["optional-dependencies"].values()
-        every += [each for extra in extras for each in extra]
+        extras = project["optional-dependencies"].items()
+        every += [each for name, extra in extras if name not in UNLOCKED for each in extra]
         every += [each for each in groups["dev"] if isinstance(each, str)]
     return [Requirement(each) for each in every]
 

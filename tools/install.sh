@@ -2,7 +2,7 @@
 # Builds or updates the Python environment in .venv, with uv if it is installed and pip otherwise.
 #
 #   tools/install.sh run    what a server needs (requirements.lock)
-#   tools/install.sh dev    also what tests and checks need, and all extras (requirements-dev.lock)
+#   tools/install.sh dev    also what tests and checks need, and the extras (requirements-dev.lock)
 #
 # PYTHON names the interpreter to use. Without it the first supported one on the path is used.
 # The mark of an environment is written last. An environment without a mark is built again.

@@ -45,7 +45,7 @@ def server(folder: Path) -> Iterator[Server]:
     ]
     models.append(write_reranker_gguf(models[-1], folder / "judge.gguf"))
     flags = [each for model in models for each in ("--embedding-model", str(model))]
-    chat = write_tiny_mlx(folder / "chat")
+    chat = write_tiny_mlx(folder / "model-name", "llama-wide")  # its state can be quantised
     with running(chat, folder, *flags, "--threads", "1", "--disk-cache", "0") as server:
         yield server
 
@@ -84,6 +84,47 @@ def test_the_example_of_swift_mlx_server_is_answered(client: httpx.Client, folde
     assert used["prompt_tokens"] == used["total_tokens"] == len(tokens)
     expected = ReferenceDecoder(folder / EXAMPLE_MODEL).states(tokens)[-1][:1024]
     assert np.allclose(data["embedding"], expected / np.linalg.norm(expected), atol=1e-4)
+
+
+SAMPLING = {
+    "max_tokens": 100, "temperature": 0.7, "top_p": 0.9, "stream": False, "stop": ["###", "END"],
+    "repetition_penalty": 1.1, "repetition_context_size": 20,
+}  # fmt: skip
+QUESTION = [
+    {"role": "system", "content": "You are a helpful assistant."},
+    {"role": "user", "content": "Hello, what can you help me with?"},
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kv_bits"),
+    [
+        ("/v1/completions",
+         {"model": "model-name", "prompt": "Your text prompt goes here", **SAMPLING,
+          "kv_bits": 8, "kv_group_size": 64, "kv_quantization_start": 1000}, 32),
+        ("/v1/chat/completions",
+         {"model": "model-name", "messages": QUESTION, **SAMPLING,
+          "kv_bits": 4, "kv_quantization_start": 500}, 32),
+        ("/v1/completions",
+         {"prompt": "Long text here... " * 80, "max_tokens": 200, "kv_bits": 4,
+          "kv_group_size": 64, "kv_quantization_start": 1000}, 4),
+    ],
+    ids=["completion", "chat", "long-context"],
+)  # fmt: skip
+def test_the_text_examples_of_swift_mlx_server_are_answered(
+    path: str, body: dict[str, Any], kv_bits: int, client: httpx.Client
+) -> None:
+    """State is quantised only beyond the given length. Before, it has the bits of the weights."""
+    answer = post(client, path, {**body, "use_kv_cache": True})
+    assert answer["model"] == "model-name"
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] in ("stop", "length")
+    text = choice["text"] if path == "/v1/completions" else choice["message"]["content"]
+    assert isinstance(text, str)
+    usage = answer["usage"]
+    assert 0 < usage["completion_tokens"] <= body["max_tokens"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert answer["x_cache"]["kv_bits"] == kv_bits
 
 
 def test_the_example_with_several_texts_is_answered(client: httpx.Client) -> None:
@@ -157,7 +198,7 @@ def test_both_engines_score_the_same_reranker_alike(client: httpx.Client) -> Non
 def test_each_folder_is_listed_with_its_dimensions(client: httpx.Client) -> None:
     listed = {each["id"]: each for each in client.get("/v1/models").json()["data"]}
     assert list(listed) == [
-        *("chat", "embedder", EXAMPLE_MODEL, "cross-encoder", "qwen3-reranker-tiny", "judge")
+        *("model-name", "embedder", EXAMPLE_MODEL, "cross-encoder", "qwen3-reranker-tiny", "judge")
     ]
     assert listed["embedder"]["dimensions"] == WIDTH
     wrong = client.post("/v1/embeddings", json={"model": "cross-encoder", "input": "a"})

@@ -22,6 +22,7 @@ class FakeHub:
     commit: str = COMMIT
     fails_at: str | None = None  # the name of a file that it answers with 503
     repos: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    token: str | None = None  # what a private repository asks for
     licence: str | None = None
     corrupt: bool = False
     cut_after: int | None = None  # bytes of the next file sent before the connection ends
@@ -56,11 +57,14 @@ class HubHandler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.server.hub.asked.append((path, headers))
-        if path.startswith("/api/models/"):
+        hub = self.server.hub
+        hub.asked.append((path, headers))
+        if hub.token is not None and headers.get("authorization") != f"Bearer {hub.token}":
+            self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})  # as if there were none
+        elif path.startswith("/api/models/"):
             self._list(path.removeprefix("/api/models/"))
         else:
-            repo, _, name = path[1:].partition(f"/resolve/{self.server.hub.commit}/")
+            repo, _, name = path[1:].partition(f"/resolve/{hub.commit}/")
             self._download(repo, name)
 
     def _list(self, repo: str) -> None:

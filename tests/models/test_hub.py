@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
+import huggingface_hub.constants
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -172,6 +174,45 @@ def test_the_token_is_sent_to_the_hub_and_not_to_where_it_redirects(
     pull(REPO, models_dir=models_dir, progress=progress)
     tokens = [headers.get("authorization") for headers in hub.downloads]
     assert tokens == ["Bearer hf_secret", None]
+
+
+def test_a_private_repository_is_pulled_with_its_token_only(
+    hub: FakeHub,
+    folder: dict[str, bytes],
+    models_dir: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.repos[REPO] = folder
+    hub.token = "hf_secret"
+    for given in ("", "hf_other"):
+        monkeypatch.setenv("HF_TOKEN", given)
+        with pytest.raises(ModelError, match=r"or it is private.*set HF_TOKEN"):
+            pull(REPO, models_dir=models_dir, progress=progress)
+    assert not hub.downloads
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    path = pull(REPO, models_dir=models_dir, progress=progress)
+    assert (path / "model-00002-of-00002.safetensors").is_file()
+    monkeypatch.delenv("HF_TOKEN")
+    assert pull(REPO, models_dir=models_dir, progress=progress) == path  # it is here now
+
+
+def test_offline_mode_takes_what_is_here_and_asks_nobody(
+    hub: FakeHub,
+    folder: dict[str, bytes],
+    models_dir: Path,
+    progress: RecordedProgress,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hub.repos[REPO] = hub.repos["org/other"] = folder
+    path = pull(REPO, models_dir=models_dir, progress=progress)
+    asked = len(hub.asked)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()  # it was made while online
+    assert pull(REPO, models_dir=models_dir, progress=progress) == path
+    with pytest.raises(ModelError, match="not on this machine and HF_HUB_OFFLINE is set"):
+        pull("org/other", models_dir=models_dir, progress=progress)
+    assert len(hub.asked) == asked
 
 
 def test_a_missing_repository_is_a_clear_error(

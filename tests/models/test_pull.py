@@ -176,3 +176,35 @@ def test_a_folder_is_converted_where_mlx_does_not_load_it(
 def test_a_gguf_file_is_loaded_as_it_is(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "mine.gguf")
     assert loadable(file, "llama.cpp", models_dir=tmp_path, progress=RecordedProgress()) == file
+
+
+@pytest.mark.parametrize(
+    ("engine", "has_mlx", "sentence"),
+    [
+        ("llama.cpp", True, "tiny is a folder of safetensors: llama.cpp (--engine) loads it as a"
+         " GGUF file."),
+        (None, False, "tiny is a folder of safetensors: llama.cpp loads it as a GGUF file, because"
+         " MLX is not installed."),
+        (None, True, "tiny is a folder of safetensors: MLX loads it as it is."),
+        ("mlx", True, "tiny is a folder of safetensors: MLX loads it as it is."),
+    ],
+)  # fmt: skip
+def test_one_sentence_tells_which_engine_loads_a_folder(
+    engine: str | None,
+    has_mlx: bool,
+    sentence: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = write_tiny_folder(tmp_path / "tiny")
+    found = object() if has_mlx else None
+    monkeypatch.setattr("rekindle.models.pull.find_spec", lambda _name: found)
+    progress = RecordedProgress()
+    loadable(folder, engine, models_dir=tmp_path, progress=progress)
+    assert progress.lines == [sentence]
+
+
+def test_one_sentence_tells_which_engine_loads_a_file(tmp_path: Path) -> None:
+    file, progress = write_gguf(tmp_path / "mine.gguf"), RecordedProgress()
+    loadable(file, None, models_dir=tmp_path, progress=progress)
+    assert progress.lines == ["mine.gguf is a GGUF file: llama.cpp loads it."]

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from rekindle.errors import ModelError
 from rekindle.models.conversion import convert
-from rekindle.models.vocabulary import vocabulary_fields
+from rekindle.models.vocabulary import byte_letters, vocabulary_fields
 from tests.support.gguf_vocabulary import llama_tokenizer, read_metadata
 from tests.support.hard_strings import hard_strings, runs_of_spaces
 from tests.support.rounds import rounds
@@ -53,6 +54,22 @@ def test_hard_strings_are_encoded_as_by_the_models_own_tokenizer(kind: str, tmp_
             own.encode_special_tokens = False
             special = own.encode(text, add_special_tokens=False).ids
             assert tokenizer.encode(text, special=True) == special, ascii(text)
+
+
+def test_control_characters_without_a_token_are_left_out_as_by_the_own_tokenizer(
+    tmp_path: Path,
+) -> None:
+    """SmolLM and SmolLM2 have such a vocabulary."""
+    lost = [4, 6, 19, 0xC0, 0xF1, 0xFF]
+    folder = write_folder(tmp_path / "smollm", "smollm")
+    change(folder, lambda raw: lose_bytes(raw, lost))
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    own.encode_special_tokens = True
+    texts = ["a\x04b", "the \x06\x13 end", "\x04", *hard_strings(COUNT // 4, seed=9)]
+    with llama_tokenizer(converted(folder)) as tokenizer:
+        for text in texts:
+            expected = own.encode(text, add_special_tokens=False).ids
+            assert tokenizer.encode(text, special=False) == expected, ascii(text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,6 +209,20 @@ def lost_byte(raw: dict[str, Any]) -> None:
     raw["model"]["vocab"]["unseen"] = raw["model"]["vocab"].pop("<0x41>")
 
 
+def lost_letter(raw: dict[str, Any]) -> None:
+    lose_bytes(raw, [0x41])
+
+
+def lose_bytes(raw: dict[str, Any], lost: list[int]) -> None:
+    """Give the places of these bytes to tokens that no text has."""
+    vocabulary, letters = raw["model"]["vocab"], byte_letters()
+    gone = [letters[byte] for byte in lost]
+    for place, letter in enumerate(gone):
+        vocabulary[f"unseen-{place}"] = vocabulary.pop(letter)
+    merges = raw["model"]["merges"]
+    raw["model"]["merges"] = [pair for pair in merges if not set("".join(pair)) & set(gone)]
+
+
 def same_text(raw: dict[str, Any]) -> None:
     raw["added_tokens"][0]["content"] = raw["added_tokens"][1]["content"]
 
@@ -208,6 +239,7 @@ def no_vocabulary(raw: dict[str, Any]) -> None:
         ("gpt2", lower_case, "normalizer Lowercase"),
         ("gpt2", strip_left, "rules about its place"),
         ("gpt2", strip_right, "remove the spaces after them"),
+        ("gpt2", lost_letter, "no tokens for 1 of the 256 bytes"),
         ("gpt2", other_ends, "post-processor 'RobertaProcessing'"),
         ("llama2", lost_merge, "do not come from SentencePiece scores"),
         ("llama2", lost_byte, "no tokens for some of the 256 bytes"),

@@ -38,23 +38,30 @@ def write_gguf_as_folder(source: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     loaded: Any = mx.load(str(source), return_metadata=True)
     tensors, values = loaded[0], metadata_of(loaded[1])
-    config = _config(values, tied="output.weight" not in tensors)
+    config = folder_config(values, tied="output.weight" not in tensors)
+    config["quantization"] = {"group_size": GROUP_SIZE, "bits": 4}
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     weights = {}
     for full_name, tensor in tensors.items():
         found = TENSOR.fullmatch(full_name)
-        assert found, full_name
-        layer, name, part = found.groups()
-        prefix = f"model.layers.{layer}." if layer else ""
-        count = heads.get(name)
-        weights[f"{prefix}{NAMES[name]}.{part}"] = _in_order(tensor, count) if count else tensor
+        count = heads.get(found["name"]) if found else None
+        weights[weight_name(full_name)] = in_order(tensor, count) if count else tensor
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     write_folder_vocabulary(values, folder)
     return folder
 
 
-def _config(values: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+def weight_name(gguf_name: str) -> str:
+    """The name of a tensor in a folder."""
+    found = TENSOR.fullmatch(gguf_name)
+    assert found, gguf_name
+    layer, name, part = found.groups()
+    prefix = f"model.layers.{layer}." if layer else ""
+    return NAMES[name].join((prefix, f".{part}"))
+
+
+def folder_config(values: dict[str, Any], *, tied: bool) -> dict[str, Any]:
     of_llama = {name.removeprefix("llama."): value for name, value in values.items()}
     return {
         "model_type": "llama",
@@ -70,11 +77,10 @@ def _config(values: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         "tie_word_embeddings": tied,
         "bos_token_id": values["tokenizer.ggml.bos_token_id"],
         "eos_token_id": values["tokenizer.ggml.eos_token_id"],
-        "quantization": {"group_size": GROUP_SIZE, "bits": 4},
     }
 
 
-def _in_order(tensor: mx.array, heads: int) -> mx.array:
+def in_order(tensor: mx.array, heads: int) -> mx.array:
     """Reorder rows for MLX's rotary embedding, which pairs the first half of a head with the
     second. GGUF files store the pairs next to each other."""
     rows, columns = tensor.shape

@@ -66,6 +66,7 @@ def running(
     *flags: str,
     environment: Mapping[str, str] | None = None,
     command: Sequence[str] = (sys.executable, "-m", "rekindle.cli.main", "serve"),
+    model_flag: str = "--model",
 ) -> Iterator[Server]:
     """Run `rekindle serve` until the block ends. It is ready to answer."""
     port = free_port()
@@ -74,7 +75,7 @@ def running(
         flags = (*flags, "--cache-dir", str(folder / "kv"))
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, "--model", str(model), "--port", str(port), *flags],
+            [*command, model_flag, str(model), "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**ONE_THREAD, **os.environ, **_engine_of(Path(model)), **(environment or {})},

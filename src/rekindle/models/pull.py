@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 from rekindle.errors import ModelError
 from rekindle.models import package
@@ -39,14 +40,38 @@ def pull(name: str, *, models_dir: Path, progress: Progress) -> Path:
 
 
 def loadable(path: Path, engine: str | None, *, models_dir: Path, progress: Progress) -> Path:
-    """Return what the engine loads in place of a pulled model: a folder is converted to GGUF if
-    llama.cpp is wanted, or if MLX is not installed. Raises ModelError."""
-    converts = engine == LLAMA or (engine is None and find_spec(MLX_PACKAGE) is None)
-    if not converts or not is_model_folder(path) or os.environ.get(ENGINE_MODULE):
+    """Return what the engine loads in place of a pulled model, and tell the user which engine that
+    is. A folder is converted to GGUF if llama.cpp is wanted, or if MLX is not installed. Raises
+    ModelError."""
+    if os.environ.get(ENGINE_MODULE):
+        return path  # an engine from another package chooses by itself
+    choice = choose_engine(path, engine, has_mlx=find_spec(MLX_PACKAGE) is not None)
+    progress.say(choice.sentence)
+    if not choice.converts:
         return path
     from rekindle.models.conversion import convert  # slow to import, because it needs NumPy
 
     return convert(path, models_dir=models_dir, progress=progress)
+
+
+class EngineChoice(NamedTuple):
+    """The engine of a model. `sentence` gives the user the reason."""
+
+    converts: bool
+    sentence: str
+
+
+def choose_engine(path: Path, engine: str | None, *, has_mlx: bool) -> EngineChoice:
+    """Decide by the format, by `--engine` and by what is installed."""
+    if not is_model_folder(path):
+        return EngineChoice(False, f"{path.name} is a GGUF file: llama.cpp loads it.")
+    folder = f"{path.resolve().name} is a folder of safetensors"
+    if engine == LLAMA:
+        return EngineChoice(True, f"{folder}: llama.cpp (--engine) loads it as a GGUF file.")
+    if engine is None and not has_mlx:
+        why = "because MLX is not installed"
+        return EngineChoice(True, f"{folder}: llama.cpp loads it as a GGUF file, {why}.")
+    return EngineChoice(False, f"{folder}: MLX loads it as it is.")
 
 
 def _bring(name: str, models_dir: Path, progress: Progress) -> Path:

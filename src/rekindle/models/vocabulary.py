@@ -50,6 +50,9 @@ KNOWN_ENDS = {
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
     "<|end_of_text|>", "</s>", "<eos>", "<end_of_utterance>",
 }  # fmt: skip
+#: Control characters, and bytes that no assigned character has. A vocabulary may lack them, as
+#: SmolLM's does: both libraries then leave them out. Only `tokenizers` merges across the gap.
+RARE_BYTES = {*range(9), 11, 12, *range(14, 32), 127, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)}
 #: Tokens of Phi-3 after which llama.cpp keeps spaces. It removes them after all other ones.
 PHI3_KEEPS_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
 
@@ -164,8 +167,9 @@ class _Vocabulary:
             fields[NORMALIZER_FIELD] = "nfc"
         elif normalizers:
             raise self._unknown(f"the normalizer {', '.join(normalizers)[:60]}")
-        missing = [letter for letter in byte_letters() if letter not in self._ids]
-        if missing or self._model.get("byte_fallback"):
+        letters = byte_letters()
+        missing = [byte for byte in range(256) if letters[byte] not in self._ids]
+        if set(missing) - RARE_BYTES or self._model.get("byte_fallback"):
             raise self._unknown(f"no tokens for {len(missing)} of the 256 bytes")
         if not self._model["merges"]:
             raise self._unknown("no merges")
