@@ -35,11 +35,13 @@ exec "{python}" -m tools.suites.llama_server "$@"
 """
 
 
-def run_llama_tests(build: Path, tests: Path, port: int, chosen: list[str]) -> list[dict[str, Any]]:
+def run_llama_tests(
+    build: Path, tests: Path, text_model: Path | None, port: int, chosen: list[str]
+) -> list[dict[str, Any]]:
     """Run the tests in `tests`, a checkout's tools/server/tests, and return their outcomes."""
     models, servers, temporary = build / "models", build / "servers", build / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    write_models(models)
+    write_models(models, text_model)
     launcher = build / "llama-server"
     launcher.write_text(LAUNCHER.format(python=sys.executable))
     launcher.chmod(0o755)
@@ -91,13 +93,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("build", type=Path, help="folder for environments, models and results")
     parser.add_argument("--llama-tests", type=Path, help="tools/server/tests of a checkout")
+    parser.add_argument("--llama-text-model", type=Path, help="stories260K.gguf, if you have it")
     parser.add_argument("--port", type=int, default=18_473)
     parser.add_argument("files", nargs="*", help="such as completion; all by default")
     options = parser.parse_intermixed_args()
     if options.llama_tests is None:
         sys.exit("Give --llama-tests PATH: the folder tools/server/tests of a llama.cpp checkout.")
-    tests = options.llama_tests.resolve()
-    print(report(run_llama_tests(options.build.resolve(), tests, options.port, options.files)))
+    build, tests = options.build.resolve(), options.llama_tests.resolve()
+    text_model = options.llama_text_model and options.llama_text_model.resolve()
+    print(report(run_llama_tests(build, tests, text_model, options.port, options.files)))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ class Tokenize(Struct, tag=True, kw_only=True):
     continue_final_message: bool = False
     normalise: Normalise = True
     with_tokens: bool = True  # False: return only the count
+    with_text: bool = False  # return the text that the chat template renders
     with_pieces: bool = False
 
 
@@ -43,6 +44,7 @@ class Tokenized(Struct, tag=True):
     context_tokens: int  # the model's context length
     packed: bytes = b""  # the ids, packed by `pack_ids`
     pieces: dict[int, bytes] = {}  # the text of each id that occurs
+    text: str = ""  # of a conversation
 
     @property
     def ids(self) -> memoryview[int]:
@@ -135,6 +137,12 @@ class GetDocument(Struct, tag=True):
     key: str
 
 
+class ListDocuments(Struct, tag=True):
+    """Return the DocumentKeys of the tenant that begin with a prefix, oldest first."""
+
+    prefix: str
+
+
 class DeleteEntry(Struct, tag=True):
     """Returns Removed."""
 
@@ -170,10 +178,11 @@ class RemoveOld(Struct, tag=True):
     seconds: float
 
 
-Lookup = ListEntries | ShowEntry | GetStats | Validate | GetDocument | Tokenize | Detokenize
+Lookup = ListEntries | ShowEntry | GetStats | Validate | Tokenize | Detokenize
+DocumentLookup = GetDocument | ListDocuments
 Creation = IndexPrompt | Flush | ExportState | ImportState | StoreDocument | PinEntry
 Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld
-AdminOp = Lookup | Creation | Removal
+AdminOp = Lookup | DocumentLookup | Creation | Removal
 
 
 class AdminRequest(Struct, tag=True, kw_only=True):
@@ -235,6 +244,11 @@ class Document(Struct, tag=True):
     content: bytes
 
 
+class DocumentKeys(Struct, tag=True):
+    keys: list[str]
+    created_at: list[float]  # of each
+
+
 class DocumentStored(Struct, tag=True):
     kept: bool  # False: it exceeds the budget for entries
     durable: bool = True  # False: it is in memory only, because the disk cannot be written
@@ -290,8 +304,9 @@ class Removed(Struct, tag=True):
     durable: bool = True  # False: removed from memory, but a restart may bring them back
 
 
-EntryResult = EntryInfo | EntryList | StateFile | Document | DocumentStored | Removed
-AdminResult = EntryResult | Stats | Validation | Tokenized | Detokenized
+EntryResult = EntryInfo | EntryList | StateFile | Removed
+DocumentResult = Document | DocumentStored | DocumentKeys
+AdminResult = EntryResult | DocumentResult | Stats | Validation | Tokenized | Detokenized
 
 
 class AdminReply(Struct, tag=True):

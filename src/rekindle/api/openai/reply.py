@@ -30,6 +30,7 @@ from rekindle.api.base.reply import (
     token_logprobs,
     x_cache,
 )
+from rekindle.api.openai import stored
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
@@ -222,10 +223,33 @@ class ChatReply(CompletionsReply):
         others: Sequence[RuntimeClient] = (),
     ) -> None:
         super().__init__(http, runtime, requests, body, others=others)
+        self._chat_body = body
         self._custom_tools = body.custom_tools
         self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and place of the call
 
+    async def body(self) -> dict[str, Any]:
+        completion = await super().body()
+        if self._chat_body.store:
+            completion |= await self._kept(completion)
+        return completion
+
+    async def end(self) -> bytes:
+        """Store the completion before the client can ask for it."""
+        if not self._chat_body.store:
+            return await super().end()
+        report = await self._kept(await super().body())
+        failed = report != {"store": True}
+        told = self._chunk([self.empty(0)], **report) if failed else b""
+        return told + await super().end()
+
+    async def _kept(self, completion: dict[str, Any]) -> dict[str, Any]:
+        body = self._chat_body
+        asked = body.model_dump(include={*stored.SHOWN, "metadata"}, exclude_unset=True)
+        return await stored.keep(self._http, self._runtime, body.messages, completion, asked)
+
     def chunks(self, index: int, event: Event) -> list[bytes]:
+        if self._chat_body.store and isinstance(event, Delta):
+            self.add(index, event.part)
         match event:
             case Delta(_, ArgumentsDelta(place, text)) if (index, place) in self._inputs:
                 return self._input_chunks(index, place, self._inputs[index, place].add(text))
