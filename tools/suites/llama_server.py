@@ -61,13 +61,14 @@ TEMPLATES = {
     ),
     "command-r": COMMAND_R,
 }
+MAX_EMBEDDED = 512  # tokens that the stand-in for embeddings takes
 NOT_GENERATING = ("embeddings.gguf", "reranker.gguf")
 #: Flags of llama.cpp's server that have a value and no counterpart here.
 IGNORED = (
     *("hf-file", "model-url", "model-draft", "models-dir", "models-max", "models-preset"),
     *("batch-size", "ubatch-size", "n-gpu-layers", "tags", "slot-save-path", "grp-attn-n"),
     *("grp-attn-w", "lora", "spec-type", "spec-draft-n-max", "spec-draft-n-min", "pooling"),
-    *("reasoning-format", "reasoning", "mmproj-url"),
+    *("reasoning-format", "mmproj-url"),
     *("sleep-idle-seconds", "cache-ram", "tools", "tools-runtime", "mcp-servers-config"),
     *("mcp-servers-json",),
 )
@@ -77,7 +78,7 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in (
         *("host", "port", "temp", "seed", "alias", "hf-repo", "model", "api-key"),
-        *("chat-template", "chat-template-file"),
+        *("chat-template", "chat-template-file", "reasoning"),
     ):
         parser.add_argument(f"--{flag}")
     for flag in ("ctx-size", "parallel", "n-predict", "threads"):
@@ -125,14 +126,19 @@ def flags_of(options: argparse.Namespace, model: Path) -> list[str]:
     flags = ["--parallel", str(slots), "--any-model-name", "--prefill-assistant"]
     if options.ctx_size:
         shared = options.kv_unified or model.name in NOT_GENERATING
-        flags += ["--max-model-len", str(options.ctx_size // (1 if shared else slots))]
+        tokens = options.ctx_size // (1 if shared else slots)
+        most = MAX_EMBEDDED if model.name in NOT_GENERATING else tokens
+        flags += ["--max-model-len", str(min(tokens, most))]
     for flag, value in (
         ("--api-key", options.api_key),
         ("--threads", options.threads and str(options.threads)),
-        ("--media-folder", options.media_path),
+        ("--media-folder", options.media_path and str(Path(options.media_path).resolve())),
         ("--cors-origin", None if options.cors_origins or options.tools else "*"),
     ):
         flags += [flag, value] if value else []
+    if options.reasoning:  # "auto" means that a template is told to reason if it can be told
+        reasons = "false" if options.reasoning == "off" else "true"
+        flags += ["--chat-template-kwargs", f'{{"enable_thinking": {reasons}}}']
     return [*flags, "--disk-cache", "0"]
 
 

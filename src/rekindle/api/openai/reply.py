@@ -21,6 +21,7 @@ from rekindle.api.base.llama_result import (
     final_object,
     generation_settings,
     prompt_progress,
+    prompt_timings,
     timings,
 )
 from rekindle.api.base.reply import (
@@ -185,8 +186,11 @@ class CompletionsReply(Reply):
         if self._body.progress == "llama.cpp":
             elapsed_s = time.monotonic() - received_s(self._http)
             total, reused = event.prompt_tokens, started.reused_tokens
-            progress = prompt_progress(total, reused, done, elapsed_s)
-            return self._chunk([self.empty(0)], prompt_progress=progress)
+            more: dict[str, Any] = {}
+            more["prompt_progress"] = prompt_progress(total, reused, done, elapsed_s)
+            if self._body.timings_per_token:
+                more["timings"] = prompt_timings(reused, done, elapsed_s)
+            return self._chunk([self.empty(0)], **more)
         progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
         return self._chunk([self.empty(0)], prefill_progress=progress)
 

@@ -54,7 +54,7 @@ class ConversationBase(StrictModel):
         """Ask for the tokens of a conversation. `normalise` is the server's setting for chats."""
         if any(message.media for message in messages):
             raise Unsupported(
-                "images have no tokens before they are encoded: send only text",
+                "images and files have no tokens before they are read: send only text",
                 param="messages",
             )
         return Tokenize(
