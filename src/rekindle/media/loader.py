@@ -226,9 +226,8 @@ def read_file_url(url: str, folders: Sequence[Path], max_bytes: int) -> bytes:
             "--media-folder. Send a `data:` URL."
         )
     try:
-        path = Path(os.path.realpath(_path(url)))
-        allowed = (Path(os.path.realpath(folder)) for folder in folders)
-        folder = next(each for each in allowed if path.is_relative_to(each))
+        allowed = [Path(os.path.realpath(folder)) for folder in folders]
+        folder, path = _inside(_path(url), allowed)
         descriptor = _open_below(folder, path.relative_to(folder))
     except (OSError, ValueError, StopIteration):
         raise MediaRefused("There is no such file in an allowed folder.") from None
@@ -239,11 +238,26 @@ def read_file_url(url: str, folders: Sequence[Path], max_bytes: int) -> bytes:
 
 
 def _path(url: str) -> str:
+    """The path in a URL. `file://a/b` means `/a/b`, because no other machine is asked."""
     parts = urlsplit(url)
+    host = "" if parts.netloc == "localhost" else unquote(parts.netloc, errors="strict")
     path = unquote(parts.path, errors="strict")
-    if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
-        raise ValueError("not a path of this machine")
-    return path
+    if not path.startswith("/") or "\0" in host + path:
+        raise ValueError("not a path")
+    return f"/{host}{path}"
+
+
+def _inside(path: str, folders: Sequence[Path]) -> tuple[Path, Path]:
+    """The folder that contains the path, and the real path. As in llama.cpp's server, the path may
+    also begin at the folder. Raises StopIteration if no folder contains it."""
+    whole = Path(os.path.realpath(path))
+    candidates = [(folder, whole) for folder in folders]
+    candidates += [(each, Path(os.path.realpath(f"{each}/{path}"))) for each in folders]
+    return next(
+        (folder, real)
+        for folder, real in candidates
+        if real.is_relative_to(folder) and os.path.lexists(real)
+    )
 
 
 def _open_below(folder: Path, relative: Path) -> int:

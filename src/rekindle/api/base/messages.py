@@ -168,7 +168,13 @@ def _content_fault(error: ValidationError) -> str:
     """Name the wrong field of an image or video, or say what content is in general."""
     for each in error.errors():
         match each["loc"]:
-            case (_, int() as place, _, field, *_):
+            case (
+                _,
+                int() as place,
+                "image" | "image_url" | "video" | "video_url" | "file",
+                field,
+                *_,
+            ):
                 return f"part {place}: `{field}` {fault(each)}"
     return CONTENT
 
