@@ -102,3 +102,10 @@ def test_an_embedding_model_does_not_rank_and_a_reranker_does_not_embed() -> Non
         encode_inputs(FakeEmbedder(), RankRequest(query="1", documents=["2"]))
     with pytest.raises(BadRequest, match=r"`documents\[1\]` has 17 tokens"):
         encode_inputs(FakeEmbedder(ranks=True), RankRequest(query="1", documents=["2", "3 " * 16]))
+
+
+def test_an_input_may_mix_token_ids_and_texts() -> None:
+    turn = encode_inputs(FakeEmbedder(), EmbedRequest(inputs=[[1, "2 3", 4], ["5"]]))
+    assert sorted(each.tokens for each in turn.missing) == [[1, 2, 3, 4], [5]]
+    with pytest.raises(BadRequest, match="token ids of another model"):
+        encode_inputs(FakeEmbedder(), EmbedRequest(inputs=[[10**9, "1"]]))
