@@ -20,6 +20,8 @@ from rekindle.front.openai_answers import (
     RenderedPrompt,
     Response,
     ResponseInputTokens,
+    StoredChatCompletion,
+    StoredChatCompletionList,
     StoredConversation,
     StoredItem,
     TextCompletion,
@@ -191,6 +193,11 @@ class NoSlot(TypedDict):
 #: The body of an answer with status 200, by operation.
 ANSWERS: dict[str, Any] = {
     "POST /v1/chat/completions": ChatCompletion,
+    "GET /v1/chat/completions": StoredChatCompletionList,
+    "GET /v1/chat/completions/{completion_id}": StoredChatCompletion,
+    "POST /v1/chat/completions/{completion_id}": StoredChatCompletion,
+    "DELETE /v1/chat/completions/{completion_id}": Deleted,
+    "GET /v1/chat/completions/{completion_id}/messages": ItemList,
     "POST /v1/completions": TextCompletion,
     "POST /v1/embeddings": EmbeddingList,
     "POST /v1/rerank": RankedDocuments,
