@@ -27,7 +27,7 @@ def _in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def body_of(path: str, url: str, name: str | None = None) -> dict[str, Any]:
     """A question about a file, in the words of the dialect."""
     if path == CHAT:
-        part = {"type": "file", "file": {"file_data": url, "filename": name}}
+        part: dict[str, Any] = {"type": "file", "file": {"file_data": url, "filename": name}}
         return {"messages": [{"role": "user", "content": [part, {"type": "text", "text": ASKED}]}]}
     if path == RESPONSES:
         part = {"type": "input_file", "file_data": url, "filename": name}
@@ -35,7 +35,7 @@ def body_of(path: str, url: str, name: str | None = None) -> dict[str, Any]:
         return {"input": [{"role": "user", "content": [part, asked]}]}
     media_type, _, data = url.removeprefix("data:").partition(";base64,")
     source = {"type": "base64", "media_type": media_type, "data": data}
-    document = {"type": "document", "source": source, "title": name}
+    document: dict[str, Any] = {"type": "document", "source": source, "title": name}
     content = [document, {"type": "text", "text": ASKED}]
     return {"max_tokens": 9, "messages": [{"role": "user", "content": content}]}
 

@@ -22,7 +22,7 @@ def finish(turn: EmbeddingTurn, embedder: FakeEmbedder) -> Embedded | Ranked:
     return turn.result()
 
 
-def embed(*inputs: str | list[int], **fields: Any) -> Embedded:
+def embed(*inputs: str | list[int | str], **fields: Any) -> Embedded:
     embedder = FakeEmbedder()
     result = finish(encode_inputs(embedder, EmbedRequest(inputs=list(inputs), **fields)), embedder)
     assert isinstance(result, Embedded)
@@ -84,7 +84,9 @@ def test_fewer_dimensions_of_a_model_that_does_not_normalise_are_only_cut() -> N
         (["1", ""], r"`input\[1\]` has no tokens"),
     ],
 )
-def test_an_error_names_the_invalid_input(inputs: list[str | list[int]], message: str) -> None:
+def test_an_error_names_the_invalid_input(
+    inputs: list[str | list[int | str]], message: str
+) -> None:
     with pytest.raises(BadRequest, match=message) as raised:
         encode_inputs(FakeEmbedder(), EmbedRequest(inputs=inputs))
     assert raised.value.param == "input"
