@@ -183,7 +183,12 @@ def ollama_generate_stream() -> None:
 
 
 def ollama_structured() -> None:
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2, 3]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     answer = ollama.chat(MODEL, messages=TALK, format=schema, options={"num_predict": 64})
     assert isinstance(json.loads(answer.message.content or "")["n"], int)
 

@@ -119,21 +119,35 @@ def open_responses(address: str, folder: Path) -> list[tuple[str, bool]]:
 
 def load_tools(address: str, build: Path) -> list[tuple[str, bool]]:
     """Run small loads. Only whether the tools understand the server is of interest here."""
-    requests = "8"
+    prompts = build / "prompts.jsonl"
+    line = '{"prompt": "Say hello %d.", "output_tokens_count": 8}\n'
+    prompts.write_text("".join(line % number for number in range(8)))
     commands = {
         "guidellm": [
-            *("benchmark", "run", "--target", address, "--profile", "synchronous"),
-            *("--max-requests", requests, "--data", "prompt_tokens=64,output_tokens=16"),
-            *("--processor", "gpt2", "--output-dir", str(build / "guidellm-results")),
+            *("run", "--backend", f"kind=openai_http,target={address}"),
+            *("--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=8"),
+            *("--data", f"kind=json_file,path={prompts}", "--disable-console-interactive"),
+            *("--output", f"kind=json,path={build / 'guidellm.json'}"),
         ],
         "aiperf": [
             *("profile", "--model", "default", "--url", address, "--endpoint-type", "chat"),
-            *("--streaming", "--request-count", requests, "--concurrency", "2"),
-            *("--synthetic-input-tokens-mean", "64", "--output-tokens-mean", "16"),
-            *("--tokenizer", "builtin", "--ui", "none"),
+            *("--streaming", "--request-count", "8", "--concurrency", "2"),
+            *("--isl", "64", "--osl", "16", "--tokenizer", "builtin", "--ui", "none"),
         ],
     }
     return [
-        run(name, [str(build / name / "bin" / name), *options], {}, build)
+        run(name, [str(_installed(build, name)), *options], {}, build)
         for name, options in commands.items()
     ]
+
+
+def _installed(build: Path, name: str) -> Path:
+    """Install a tool into an environment of its own, once, and return its program."""
+    folder = build / name
+    program = folder / "bin" / name
+    if not program.exists():
+        uv = str(Path(sys.executable).with_name("uv"))
+        python = ["--python", str(folder / "bin" / "python")]
+        subprocess.run([uv, "venv", "--quiet", "--clear", str(folder)], check=True)
+        subprocess.run([uv, "pip", "install", "--quiet", *python, LOAD_TOOLS[name]], check=True)
+    return program
