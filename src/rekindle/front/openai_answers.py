@@ -260,6 +260,14 @@ class RankedDocument(TypedDict):
     document: NotRequired[RankedText]
 
 
+class ScoredText(TypedDict):
+    """One of the `texts` of a request in the form of text-embeddings-inference."""
+
+    index: int
+    score: float
+    text: NotRequired[str]
+
+
 class RankedDocuments(TypedDict):
     object: Literal["list"]
     model: str
