@@ -74,7 +74,7 @@ clients: dev        ## run third-party clients against a server; needs npm and a
 	$(BIN)/uv pip install --quiet --python build/clients/aider/bin/python -r tools/clients/requirements.txt
 	PYTHONPATH=. $(BIN)/python -m tools.clients.run build/clients $(ARGS)
 
-suites: dev         ## run the tests of other projects; ARGS="--llama-tests PATH" of a llama.cpp checkout
+suites: dev         ## run the tests and programs of other projects; ARGS: see docs/compatibility.md
 	mkdir -p build/suites
 	test -x build/suites/venv/bin/python || $(BIN)/uv venv --quiet --clear --python $(BIN)/python build/suites/venv
 	$(BIN)/uv pip install --quiet --python build/suites/venv/bin/python -r tools/suites/requirements.txt

@@ -57,6 +57,7 @@ EVERY: dict[str, tuple[str, Any]] = {
     "normalise": ("false", False),
     "normaliser": ("tools, dates", ("tools", "dates")),
     "tool_format": ("hermes", "hermes"),
+    "chat_template_kwargs": ('{"a": 1}', {"a": 1}),
     "reasoning_format": ("none", "none"),
     "key_ttl": ("60", 60.0),
     "projects": ("{a: {system_prompt: x}}", {"a": Preset(system_prompt="x")}),
@@ -565,3 +566,11 @@ def test_a_settings_folder_that_may_not_be_read_counts_as_empty(
 
     monkeypatch.setattr(Path, "exists", refuse)
     assert load_config({}, {}).settings_file is None
+
+
+def test_default_template_arguments_are_a_json_object() -> None:
+    flags = {"chat_template_kwargs": '{"enable_thinking": false}'}
+    assert load(flags).runtime.chat_template_kwargs == {"enable_thinking": False}
+    assert load().chat_template_kwargs == {}
+    for wrong in ("[]", "{", "1"):
+        assert "takes a JSON object" in refusal(flags={"chat_template_kwargs": wrong})

@@ -227,3 +227,17 @@ def test_developer_messages_become_system_messages_for_templates_without_that_ro
     )
     aware = CHATML + "{# knows developer #}"
     assert "<|im_start|>developer" in ChatTemplate(aware).render([developer, USER])
+
+
+THINKS = "{% if not enable_thinking %}off{% else %}on{% endif %}{{ messages[-1].content }}"
+
+
+def test_defaults_of_the_operator_apply_until_a_request_sends_its_own() -> None:
+    talk = [{"role": "user", "content": "!"}]
+    template = ChatTemplate(THINKS, defaults={"enable_thinking": True, "unknown": 1})
+    assert template.render(talk) == "on!"
+    assert template.render(talk, enable_thinking=False) == "off!"
+    assert template.unread_defaults == ["unknown"]
+    assert ChatTemplate(THINKS).render(talk) == "off!"
+    with pytest.raises(BadRequest):
+        template.render(talk, unknown=1)

@@ -186,6 +186,20 @@ def test_documents_are_ranked_best_first(client: httpx.Client) -> None:
     assert cached == again["usage"]["prompt_tokens"]
 
 
+def test_texts_are_ranked_as_hugging_faces_clients_expect(client: httpx.Client) -> None:
+    answer = rerank(client).json()
+    ranked = [(each["index"], each["relevance_score"]) for each in answer["results"]]
+    listed = post(client, {"query": "the cat", "texts": TEXTS}, "/rerank").json()
+    assert [(each["index"], each["score"]) for each in listed] == ranked
+    body = {"query": "the cat", "texts": TEXTS, "top_n": 1, "return_text": True}
+    [best] = post(client, body, "/rerank").json()
+    assert best["text"] == TEXTS[best["index"]]
+    for wrong in ({}, {"texts": TEXTS, "documents": TEXTS}):
+        response = post(client, {"query": "the cat", **wrong}, "/rerank")
+        assert response.status_code == httpx.codes.BAD_REQUEST
+        assert "Send one of `documents` and `texts`" in response.text
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -14,7 +14,8 @@ import uvloop
 
 from rekindle.errors import BadMedia
 from rekindle.media.decoder import Decoder, DecoderProcess
-from rekindle.media.jobs import Frame, FrameSampling, MediaJob, Sizing
+from rekindle.media.document import tiny_pdf
+from rekindle.media.jobs import Decoded, Frame, FrameSampling, MediaJob, Sizing
 from tests.media.files import clip, plain, png, saved
 
 PATIENCE_S = 60.0
@@ -92,6 +93,20 @@ def test_one_process_decodes_many_files(with_decoder: WithDecoder) -> None:
     with_decoder(work)
 
 
+def test_documents_are_read_by_a_process_of_their_own(with_decoder: WithDecoder) -> None:
+    async def work(decoder: Decoder) -> None:
+        pdf = MediaJob(tiny_pdf("Hello"), False, Sizing(1), is_document=True)
+        text = MediaJob(base64.b64encode(b"plain"), True, Sizing(1), is_document=True)
+        assert await decoder.extract(pdf, b"") == "Hello"
+        assert await decode(decoder) == SIZE
+        assert await decoder.extract(text, b"") == "plain"
+        with pytest.raises(BadMedia, match="damaged"):
+            await decoder.extract(MediaJob(b"%PDF-1.7", False, Sizing(1), is_document=True), b"")
+        assert await decoder.extract(pdf, b"") == "Hello"
+
+    with_decoder(work)
+
+
 def test_an_image_does_not_wait_for_videos() -> None:
     """Videos use at most one of the processes."""
 
@@ -102,7 +117,7 @@ def test_an_image_does_not_wait_for_videos() -> None:
             super().__init__(processes=2)
             self.let_go = asyncio.Event()
 
-        async def _run(self, process: DecoderProcess, job: MediaJob) -> list[Frame]:
+        async def _run(self, process: DecoderProcess, job: MediaJob) -> Decoded:
             if job.sampling:
                 await self.let_go.wait()
             return await super()._run(process, job)

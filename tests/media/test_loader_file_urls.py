@@ -83,3 +83,19 @@ def test_a_large_file_is_rejected(folder: Path) -> None:
         file.truncate(MAX_BYTES + 1)
     with pytest.raises(BadMedia, match="at most 1 MiB"):
         read(f"file://{folder}/large", folder)
+
+
+@pytest.mark.parametrize("url", ["file://sub/a.png", "file:///sub/a.png", "file:////sub//a.png"])
+def test_a_path_may_begin_at_the_folder(tmp_path: Path, url: str) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "a.png").write_bytes(b"here")
+    assert read_file_url(url, [tmp_path], 100) == b"here"
+
+
+@pytest.mark.parametrize("url", ["file://../a.png", "file:///../a.png", "file://sub/../../a.png"])
+def test_a_path_that_begins_at_the_folder_stays_below_it(tmp_path: Path, url: str) -> None:
+    (tmp_path / "a.png").write_bytes(b"outside")
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    with pytest.raises(MediaRefused):
+        read_file_url(url, [folder], 100)

@@ -100,6 +100,14 @@ ERRORS = {
         "There is no room to store a response that is computed in the background.",
         "Send less, or leave `background` out.",
     ),
+    "completion_not_found": (
+        "No chat completion with this id is stored.",
+        "It was created without `store: true`, was deleted, or has expired.",
+    ),
+    "completion_too_large": (
+        "There is no room to store a change of a chat completion.",
+        "Delete other completions first.",
+    ),
     "thread_not_found": (
         "No thread that ends with this message is stored.",
         'Send the whole conversation with `thread: {"type": "create"}`.',

@@ -61,6 +61,7 @@ EXAMPLES = {
     "gpu_layers": "20",
     "tool_format": "hermes",
     "reasoning_format": "none",
+    "chat_template_kwargs": """'{"enable_thinking": false}'""",
     "ram_cache": "4GiB",
     "disk_cache": "50GB",
     "disk_floor": "10GB",

@@ -18,6 +18,7 @@ OUTCOMES_VARIABLE = "SUITE_OUTCOMES"
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
+    import requests
     import utils  # type: ignore[import-not-found]
 
     utils.ServerPreset.load_all = staticmethod(lambda: None)  # its models are stand-ins
@@ -27,6 +28,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         start(server, max(timeout_seconds, START_S))
 
     utils.ServerProcess.start = start_patiently
+    request = utils.ServerProcess.make_request
+
+    def make_request(server: Any, *args: Any, **kwargs: Any) -> Any:
+        response = request(server, *args, **kwargs)
+        # HTTP has no case in the names of headers, but the tests look them up in a plain dict.
+        response.headers = requests.structures.CaseInsensitiveDict(response.headers)
+        return response
+
+    utils.ServerProcess.make_request = make_request
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

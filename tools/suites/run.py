@@ -1,6 +1,6 @@
-"""Implements `make suites`, which runs the tests of other projects against this server.
+"""Implements `make suites`: runs the tests and programs of other projects against this server.
 
-The tests of llama.cpp's server are run from a folder that is given: nothing of theirs is in this
+What no package registry has is run from a folder that is given: nothing of theirs is in this
 repository. The results are for docs/compatibility.md.
 """
 
@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tools.suites import programs
 from tools.suites.llama_server import (
     MODELS_VARIABLE,
     SERVERS_VARIABLE,
@@ -35,11 +36,13 @@ exec "{python}" -m tools.suites.llama_server "$@"
 """
 
 
-def run_llama_tests(build: Path, tests: Path, port: int, chosen: list[str]) -> list[dict[str, Any]]:
+def run_llama_tests(
+    build: Path, tests: Path, text_model: Path | None, port: int, chosen: list[str]
+) -> list[dict[str, Any]]:
     """Run the tests in `tests`, a checkout's tools/server/tests, and return their outcomes."""
     models, servers, temporary = build / "models", build / "servers", build / "tmp"
     temporary.mkdir(parents=True, exist_ok=True)
-    write_models(models)
+    write_models(models, text_model)
     launcher = build / "llama-server"
     launcher.write_text(LAUNCHER.format(python=sys.executable))
     launcher.chmod(0o755)
@@ -91,13 +94,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("build", type=Path, help="folder for environments, models and results")
     parser.add_argument("--llama-tests", type=Path, help="tools/server/tests of a checkout")
+    parser.add_argument("--llama-text-model", type=Path, help="stories260K.gguf, if you have it")
     parser.add_argument("--port", type=int, default=18_473)
     parser.add_argument("files", nargs="*", help="such as completion; all by default")
+    parser.add_argument("--ollama-examples", type=Path, help="examples of ollama-python")
+    parser.add_argument(
+        "--open-responses", type=Path, help="a checkout of Open Responses; needs bun"
+    )
+    parser.add_argument("--load-tools", action="store_true", help="run guidellm and aiperf, too")
     options = parser.parse_intermixed_args()
-    if options.llama_tests is None:
-        sys.exit("Give --llama-tests PATH: the folder tools/server/tests of a llama.cpp checkout.")
-    tests = options.llama_tests.resolve()
-    print(report(run_llama_tests(options.build.resolve(), tests, options.port, options.files)))
+    build = options.build.resolve()
+    if options.llama_tests is not None:
+        tests = options.llama_tests.resolve()
+        text_model = options.llama_text_model and options.llama_text_model.resolve()
+        print(report(run_llama_tests(build, tests, text_model, options.port, options.files)))
+    else:
+        run_programs(build, options)
+
+
+def run_programs(build: Path, options: argparse.Namespace) -> None:
+    """Run everything that is not llama.cpp's."""
+    found = programs.langchain_tests()
+    with programs.serving(options.port) as address:
+        found += programs.sdk_examples(address)
+        if options.ollama_examples is not None:
+            found += programs.ollama_examples(address, options.ollama_examples.resolve())
+        if options.open_responses is not None:
+            found += programs.open_responses(address, options.open_responses.resolve())
+        if options.load_tools:
+            found += programs.load_tools(address, build)
+    failed = [name for name, passed in found if not passed]
+    print(f"{len(found) - len(failed)} of {len(found)} programs succeeded")
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from time import monotonic
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -34,6 +35,7 @@ OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "bos_to
 COMMON_KWARGS = frozenset(
     {"enable_thinking", "thinking", "thinking_budget", "preserve_thinking", "reasoning_effort"}
 )
+NO_DEFAULTS: Mapping[str, Any] = MappingProxyType({})
 MAX_CHARACTERS = 16 << 20  # of the output, and of any text that a template builds
 MAX_NUMBER_BITS = 4096
 DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -46,8 +48,16 @@ class ChatTemplate:
     """
 
     def __init__(
-        self, source: str, *, bos_token: str = "", eos_token: str = "", time_limit_s: float = 10.0
+        self,
+        source: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        defaults: Mapping[str, Any] = NO_DEFAULTS,
+        time_limit_s: float = 10.0,
     ) -> None:
+        """`defaults` are kwargs that a request may change. Those that the template does not read
+        are dropped, and `unread_defaults` names them."""
         self._sandbox = Sandbox(time_limit_s=time_limit_s)
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
         try:
@@ -56,6 +66,8 @@ class ChatTemplate:
             raise _failed(error) from error
         read = find_undeclared_variables(self._sandbox.parse(source)) | COMMON_KWARGS
         self._kwargs = read - OWN_VARIABLES - self._sandbox.globals.keys()
+        self._defaults = {name: defaults[name] for name in defaults if name in self._kwargs}
+        self.unread_defaults = sorted(defaults.keys() - self._kwargs)
         self._fields = FieldNames.of(source)
         self._content = ContentForms.probe(
             lambda messages, tools: self._run(messages, tools, add_generation_prompt=True)
@@ -136,7 +148,8 @@ class ChatTemplate:
         return self._run(adapted, shown, add_generation_prompt=add_generation_prompt, **kwargs)
 
     def _run(self, messages: Sequence[Message], tools: Tools | None, /, **variables: Any) -> str:
-        variables = {**self._tokens, **variables, "messages": messages, "tools": tools}
+        variables = {**self._tokens, **self._defaults, **variables}
+        variables |= {"messages": messages, "tools": tools}
         try:
             return self._sandbox.run(self._template, variables)
         except Exception as error:  # a template is a program and can raise anything

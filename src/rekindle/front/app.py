@@ -33,6 +33,7 @@ from rekindle.api.ollama import routes as ollama
 from rekindle.api.ollama.reply import OLLAMA_ERRORS, speaks_ollama
 from rekindle.api.openai import embeddings
 from rekindle.api.openai import routes as openai
+from rekindle.api.openai import stored as stored_completions
 from rekindle.api.rerank import routes as rerank
 from rekindle.api.responses import conversations
 from rekindle.api.responses import routes as responses
@@ -67,7 +68,9 @@ log = logging.getLogger("rekindle.api")
 #: path under /v1/cache is a cache key, and Anthropic's list of models, which is for clients that
 #: send `anthropic-version`, comes before OpenAI's.
 ROUTERS = (
+    tokens.router,
     openai.router,
+    stored_completions.router,
     embeddings.router,
     rerank.router,
     responses.router,
@@ -88,7 +91,6 @@ ROUTERS = (
     entries.listing_router,
     entries.router,
     internal.router,
-    tokens.router,
     metrics.router,
     docs.router,
     console.settings_router,

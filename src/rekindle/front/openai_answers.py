@@ -148,6 +148,40 @@ class ChatCompletion(Completion):
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    store: NotRequired[bool]
+    durable: NotRequired[bool]
+
+
+class StoredChatCompletion(TypedDict):
+    """A stored chat completion, with settings of its request."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: CompletionUsage
+    metadata: dict[str, str]
+    seed: int | None
+    temperature: float | None
+    top_p: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    tools: list[dict[str, Any]] | None
+    tool_choice: Any
+    response_format: dict[str, Any] | None
+    durable: NotRequired[bool]
+
+
+class StoredChatCompletionList(TypedDict):
+    """A page of stored chat completions."""
+
+    object: Literal["list"]
+    data: list[StoredChatCompletion]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class TextLogprobs(TypedDict):
@@ -224,6 +258,14 @@ class RankedDocument(TypedDict):
     index: int
     relevance_score: float
     document: NotRequired[RankedText]
+
+
+class ScoredText(TypedDict):
+    """One of the `texts` of a request in the form of text-embeddings-inference."""
+
+    index: int
+    score: float
+    text: NotRequired[str]
 
 
 class RankedDocuments(TypedDict):

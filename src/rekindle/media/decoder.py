@@ -1,4 +1,4 @@
-"""Decodes images and videos in separate processes.
+"""Decodes images, videos and documents in separate processes.
 
 A process that crashes or hangs on a file is replaced, so a hostile file costs only its own request.
 """
@@ -13,7 +13,18 @@ from contextlib import nullcontext
 
 from rekindle.errors import BadMedia
 from rekindle.fair_queue import FairSlots
-from rekindle.media.jobs import LENGTH, LIMITS, Frame, MediaJob, Result, framed, read_result
+from rekindle.media.jobs import (
+    DOCUMENTS,
+    LENGTH,
+    LIMITS,
+    Decoded,
+    Frame,
+    MediaJob,
+    Result,
+    Text,
+    framed,
+    read_result,
+)
 from rekindle.protocol.requests import CHANNELS
 
 #: The environment variables of a decoder process, in addition to Python's. It gets no API keys.
@@ -35,9 +46,10 @@ class DecoderProcess:
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
 
     @classmethod
-    async def spawn(cls) -> DecoderProcess:
-        """Start a process. If the caller is cancelled meanwhile, the process is stopped."""
-        starting = asyncio.create_task(_start())
+    async def spawn(cls, *, documents: bool = False) -> DecoderProcess:
+        """Start a process, for documents or for everything else. If the caller is cancelled
+        meanwhile, the process is stopped."""
+        starting = asyncio.create_task(_start(documents))
         try:
             return cls(await asyncio.shield(starting))
         except asyncio.CancelledError:
@@ -59,7 +71,10 @@ class DecoderProcess:
         try:
             self._stdin.writelines(framed(job))
             await self._stdin.drain()
-            return read_result(await _read_message(self._stdout))
+            result = read_result(await _read_message(self._stdout))
+            if isinstance(result, list if job.is_document else Text):
+                raise ValueError("the result is of another kind of file")
+            return result
         except (asyncio.IncompleteReadError, ConnectionError, ValueError):
             raise DecoderDied from None
 
@@ -72,17 +87,18 @@ class DecoderProcess:
 
 async def _read_message(stream: asyncio.StreamReader) -> bytes:
     [length] = LENGTH.unpack(await stream.readexactly(LENGTH.size))
-    if length > LIMITS.pixels * CHANNELS + (1 << 20):
+    if length > max(LIMITS.pixels * CHANNELS, LIMITS.text_characters * 4) + (1 << 20):
         raise ValueError("the message is longer than any result")
     return await stream.readexactly(length)
 
 
-async def _start() -> Process:
+async def _start(documents: bool) -> Process:
     names = (name for name in os.environ if name in PASSED_VARIABLES or name.startswith("PYTHON"))
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "rekindle.media.decoder_main",
+        *([DOCUMENTS] if documents else []),
         stdin=PIPE,
         stdout=PIPE,
         stderr=DEVNULL,
@@ -96,38 +112,55 @@ class Decoder:
     A slow machine decodes the largest image in a fifth of `image_s`.
     """
 
-    def __init__(self, *, processes: int = 2, image_s: float = 15.0, video_s: float = 45.0) -> None:
+    def __init__(self, *, processes: int = 2, image_s: float = 15.0, slow_s: float = 45.0) -> None:
         self._slots = FairSlots(processes)
-        self._video_slots = FairSlots(1)  # videos take long, and must not delay images
+        self._slow_slots = FairSlots(1)  # videos and documents must not delay images
         self._idle: list[DecoderProcess] = []
+        self._idle_readers: list[DecoderProcess] = []  # processes for documents
         self._image_s = image_s
-        self._video_s = video_s
+        self._slow_s = slow_s
 
     async def close(self) -> None:
         """Stop the idle processes. The others stop when their requests are cancelled."""
-        idle, self._idle = self._idle, []
+        idle = [*self._idle, *self._idle_readers]
+        self._idle, self._idle_readers = [], []
         for process in idle:
             await process.stop()
 
+    def _idle_for(self, job: MediaJob) -> list[DecoderProcess]:
+        return self._idle_readers if job.is_document else self._idle
+
     async def decode(self, job: MediaJob, tenant: bytes) -> list[Frame]:
         """Return the image, or the frames of the video. Raises BadMedia."""
-        video_slot = self._video_slots.slot(tenant) if job.sampling else nullcontext()
-        async with video_slot, self._slots.slot(tenant):
-            while self._idle:
+        frames = await self._result(job, tenant)
+        assert isinstance(frames, list), "`run` has checked it"
+        return frames
+
+    async def extract(self, job: MediaJob, tenant: bytes) -> str:
+        """Return the text of a document. Raises BadMedia."""
+        text = await self._result(job, tenant)
+        assert isinstance(text, Text), "`run` has checked it"
+        return text.text
+
+    async def _result(self, job: MediaJob, tenant: bytes) -> Decoded:
+        slow_slot = self._slow_slots.slot(tenant) if job.is_slow else nullcontext()
+        async with slow_slot, self._slots.slot(tenant):
+            while idle := self._idle_for(job):
                 try:
-                    return await self._run(self._idle.pop(), job)
+                    return await self._run(idle.pop(), job)
                 except DecoderDied:  # it may have been killed while it was idle
                     continue
             try:
-                return await self._run(await DecoderProcess.spawn(), job)
+                process = await DecoderProcess.spawn(documents=job.is_document)
+                return await self._run(process, job)
             except DecoderDied:
                 raise BadMedia(
                     "The file made its decoder fail, so it was not used. If it is not damaged, "
                     "send it in another format."
                 ) from None
 
-    async def _run(self, process: DecoderProcess, job: MediaJob) -> list[Frame]:
-        limit_s = self._video_s if job.sampling else self._image_s
+    async def _run(self, process: DecoderProcess, job: MediaJob) -> Decoded:
+        limit_s = self._slow_s if job.is_slow else self._image_s
         try:
             async with asyncio.timeout(limit_s):
                 result = await process.run(job)
@@ -138,7 +171,7 @@ class Decoder:
                     f"Decoding the file takes more than {limit_s:g} seconds. Send a smaller one."
                 ) from None
             raise
-        self._idle.append(process)
+        self._idle_for(job).append(process)
         if isinstance(result, str):
             raise BadMedia(result)
         return result

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,12 +21,14 @@ from PIL import Image
 
 from rekindle.media.image import FORMATS, DecodeError, decode_base64, decode_image
 from rekindle.media.jobs import (
+    DOCUMENTS,
     LENGTH,
     Frame,
     FrameSampling,
     MediaJob,
     Result,
     Sizing,
+    Text,
     framed,
     read_job,
 )
@@ -40,6 +43,7 @@ NO_VIDEO = (
     "with: pip install 'rekindle[video]'"
 )
 
+Decode = Callable[[bytes, MediaJob], Result]  # a file that is no longer in Base64
 DecodeVideo = Callable[[bytes, Sizing, FrameSampling], list[Frame]]
 
 
@@ -47,33 +51,48 @@ def main() -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches us too, but the front decides
         signal.signal(stop, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # warnings about odd files help nobody here
-    _warm_up_images()
-    decode_video = _video_decoder()
+    decode = _document_reader() if sys.argv[1:] == [DOCUMENTS] else _media_decoder()
     if resource is not None:
         _confine()
-    serve(sys.stdin.buffer, sys.stdout.buffer, decode_video)
+    serve(sys.stdin.buffer, sys.stdout.buffer, decode)
 
 
-def serve(source: BinaryIO, sink: BinaryIO, decode_video: DecodeVideo | None) -> None:
+def _media_decoder() -> Decode:
+    _warm_up_images()
+    return partial(_frames, _video_decoder())
+
+
+def _document_reader() -> Decode:
+    """Importing the reader takes longer than starting the rest of the process."""
+    from rekindle.media import document
+
+    document.warm_up()
+    return lambda data, _job: Text(document.extract_text(data))
+
+
+def serve(source: BinaryIO, sink: BinaryIO, decode: Decode) -> None:
     """Answer jobs until the front closes its end of the pipe."""
     while len(length := source.read(LENGTH.size)) == LENGTH.size:
         body = source.read(LENGTH.unpack(length)[0])
         if resource is not None:
             _limit_cpu()
-        sink.writelines(framed(_result(read_job(body), decode_video)))
+        sink.writelines(framed(_result(read_job(body), decode)))
         sink.flush()
 
 
-def _result(job: MediaJob, decode_video: DecodeVideo | None) -> Result:
+def _result(job: MediaJob, decode: Decode) -> Result:
     try:
-        data = decode_base64(job.data) if job.is_base64 else job.data
-        if job.sampling is None:
-            return [decode_image(data, job.sizing)]
-        if decode_video is None:
-            return NO_VIDEO
-        return decode_video(data, job.sizing, job.sampling)
+        return decode(decode_base64(job.data) if job.is_base64 else job.data, job)
     except DecodeError as error:
         return str(error)
+
+
+def _frames(decode_video: DecodeVideo | None, data: bytes, job: MediaJob) -> Result:
+    if job.sampling is None:
+        return [decode_image(data, job.sizing)]
+    if decode_video is None:
+        return NO_VIDEO
+    return decode_video(data, job.sizing, job.sampling)
 
 
 def _warm_up_images() -> None:
@@ -114,7 +133,7 @@ def _tiny_clip() -> bytes:
 def _confine() -> None:
     """Limit memory, and forbid files, connections and core dumps, where the system can."""
     _limit_cpu()
-    _lower(resource.RLIMIT_AS, _mapped_bytes() + (3 << 29))  # room for the largest image
+    _lower(resource.RLIMIT_AS, _mapped_bytes() + (3 << 29))  # room for the largest file
     _lower(resource.RLIMIT_NOFILE, 3)  # standard input, output and error
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_CORE, 0)

@@ -10,6 +10,7 @@ from msgspec import Struct
 
 from rekindle.protocol.requests import CHANNELS
 
+DOCUMENTS = "documents"  # argument of a decoder process that reads only documents
 LENGTH = struct.Struct(">I")
 
 
@@ -20,6 +21,8 @@ class MediaLimits:
     images: int = 64
     image_bytes: int = 20 << 20  # per image file
     video_bytes: int = 64 << 20  # per video file
+    document_bytes: int = 32 << 20  # per file of text
+    text_characters: int = 8 << 20  # of a file of text
     file_bytes: int = 128 << 20  # of all files that the request makes the server read
     pixels: int = 32 << 20  # of all decoded images, after resizing
 
@@ -42,12 +45,18 @@ class FrameSampling(Struct, frozen=True, array_like=True):
 
 
 class MediaJob(Struct, frozen=True, array_like=True):
-    """A file to decode: a video if it has a sampling, otherwise an image."""
+    """A file to decode: a document, a video if it has a sampling, or else an image."""
 
     data: bytes
     is_base64: bool
     sizing: Sizing
     sampling: FrameSampling | None = None
+    is_document: bool = False
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether decoding may take long."""
+        return self.is_document or self.sampling is not None
 
 
 class Frame(Struct, array_like=True):
@@ -59,7 +68,14 @@ class Frame(Struct, array_like=True):
     at_s: float | None = None  # the time in the video; None if it is not a video frame
 
 
-Result = list[Frame] | str  # a text is a sentence for the client that says why the file is at fault
+class Text(Struct):
+    """The text of a document."""
+
+    text: str
+
+
+Decoded = list[Frame] | Text
+Result = Decoded | str  # a string is a sentence for the client that says why the file is at fault
 
 
 def framed(message: MediaJob | Result) -> tuple[bytes, bytes]:

@@ -1,4 +1,5 @@
-"""Loads the images and videos of a request: fetches, decodes and caches them, within limits."""
+"""Loads the images, videos and documents of a request: fetches, decodes and caches them, within
+limits."""
 
 from __future__ import annotations
 
@@ -30,22 +31,36 @@ Hold = Callable[[int], None]  # counts memory that a request uses, or raises
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaSource:
-    """One image or video of a request."""
+    """One image, video or document of a request."""
 
     url: str
-    sizing: Sizing
-    sampling: FrameSampling | None = None  # None for an image
+    sizing: Sizing = field(default_factory=lambda: Sizing(1))  # not used for a document
+    sampling: FrameSampling | None = None  # only of a video
+    is_document: bool = False
     where: str = field(default="", compare=False)  # the place in the request, for errors
 
     @property
     def max_bytes(self) -> int:
+        if self.is_document:
+            return LIMITS.document_bytes
         return LIMITS.video_bytes if self.sampling else LIMITS.image_bytes
+
+    def job(self, data: bytes, *, is_base64: bool) -> MediaJob:
+        return MediaJob(data, is_base64, self.sizing, self.sampling, self.is_document)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedImage:
     image: Picture
     at_s: float | None = None  # the time in the video; None if it is not a video frame
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedText:
+    text: str
+
+
+Loaded = list[LoadedImage] | LoadedText
 
 
 class MediaLoader:
@@ -64,17 +79,18 @@ class MediaLoader:
         self._decoder = decoder or Decoder()
         self._fetches = FairSlots(MAX_FETCHES)
         self._tenant_fetches: WeakValueDictionary[bytes, asyncio.Semaphore] = WeakValueDictionary()
-        self._cache = ByteLru[bytes, list[LoadedImage]](
-            128 << 20, lambda _key, images: _size_bytes(images)
-        )
+        self._cache = ByteLru[bytes, Loaded](128 << 20, lambda _key, loaded: _size_bytes(loaded))
 
     async def close(self) -> None:
         await self._decoder.close()
 
     async def load(
         self, sources: Sequence[MediaSource], tenant: bytes, hold: Hold = lambda _bytes: None
-    ) -> list[list[LoadedImage]]:
-        """Return the images of each source. Equal sources are loaded once. Raises BadMedia."""
+    ) -> list[Loaded]:
+        """Return the images or the text of each source. Equal sources are loaded once.
+
+        Raises BadMedia.
+        """
         if len(sources) > LIMITS.images:
             raise BadMedia(f"A request may have {LIMITS.images} images, not {len(sources)}.")
         usage = _Usage(hold)
@@ -87,35 +103,39 @@ class MediaLoader:
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         loaded = [tasks[each].result() for each in sources]
-        _check_total([image for images in loaded for image in images])
+        _check_total([image for each in loaded if isinstance(each, list) for image in each])
         return loaded
 
-    async def _load(self, source: MediaSource, tenant: bytes, usage: _Usage) -> list[LoadedImage]:
+    async def _load(self, source: MediaSource, tenant: bytes, usage: _Usage) -> Loaded:
         try:
-            images = await self._decode(await self._job(source, tenant, usage), tenant)
-            usage.add_images(images)
+            loaded = await self._decode(await self._job(source, tenant, usage), tenant)
+            usage.add(loaded)
         except BadMedia as error:
             raise type(error)(f"`{source.where}`: {error}") from None
-        return images
+        return loaded
 
-    async def _decode(self, job: MediaJob, tenant: bytes) -> list[LoadedImage]:
+    async def _decode(self, job: MediaJob, tenant: bytes) -> Loaded:
         key = cache_key(tenant, job)
         cached = self._cache.get(key)
         if cached is not None:
             return cached
-        images = [
-            LoadedImage(picture(frame.width, frame.height, frame.pixels), frame.at_s)
-            for frame in await self._decoder.decode(job, tenant)
-        ]
-        self._cache.put(key, images)
-        return images
+        loaded: Loaded
+        if job.is_document:
+            loaded = LoadedText(await self._decoder.extract(job, tenant))
+        else:
+            loaded = [
+                LoadedImage(picture(frame.width, frame.height, frame.pixels), frame.at_s)
+                for frame in await self._decoder.decode(job, tenant)
+            ]
+        self._cache.put(key, loaded)
+        return loaded
 
     async def _job(self, source: MediaSource, tenant: bytes, usage: _Usage) -> MediaJob:
         """Read the source. The decoder process decodes the Base64 text of a `data:` URL."""
         scheme = source.url[:5].lower()
         if scheme == "data:":
             text = _base64(source.url, source.max_bytes)
-            return MediaJob(text, True, source.sizing, source.sampling)
+            return source.job(text, is_base64=True)
         if scheme == "file:":
             url, folders = source.url, self._folders
             data = await asyncio.to_thread(read_file_url, url, folders, source.max_bytes)
@@ -126,7 +146,7 @@ class MediaLoader:
                 data = await self._fetcher.fetch(
                     source.url, source.max_bytes, usage.add_bytes, tenant=tenant
                 )
-        return MediaJob(data, False, source.sizing, source.sampling)
+        return source.job(data, is_base64=False)
 
 
 class _Usage:
@@ -143,10 +163,11 @@ class _Usage:
             raise BadMedia(f"The files of a request may have {LIMITS.file_bytes >> 20} MiB.")
         self._hold(size_bytes)
 
-    def add_images(self, images: list[LoadedImage]) -> None:
-        size_bytes = _size_bytes(images)
-        self._pixels += size_bytes // CHANNELS
-        _check_pixels(self._pixels)
+    def add(self, loaded: Loaded) -> None:
+        size_bytes = _size_bytes(loaded)
+        if isinstance(loaded, list):
+            self._pixels += size_bytes // CHANNELS
+            _check_pixels(self._pixels)
         self._hold(size_bytes)
 
 
@@ -168,14 +189,16 @@ def _check_pixels(pixels: int) -> None:
         )
 
 
-def _size_bytes(images: list[LoadedImage]) -> int:
-    return sum(len(each.image.pixels) for each in images)
+def _size_bytes(loaded: Loaded) -> int:
+    if isinstance(loaded, LoadedText):
+        return 4 * len(loaded.text)
+    return sum(len(each.image.pixels) for each in loaded)
 
 
 def cache_key(tenant: bytes, job: MediaJob) -> bytes:
     """Hash the file, everything that its decoding depends on, and the tenant, because a hit on the
     images of another tenant would be visible in the response time."""
-    settings = (tenant, job.is_base64, job.sizing, job.sampling)
+    settings = (tenant, job.is_base64, job.sizing, job.sampling, job.is_document)
     return blake3(repr(settings).encode() + b"\0").update(job.data).digest()
 
 
@@ -203,9 +226,8 @@ def read_file_url(url: str, folders: Sequence[Path], max_bytes: int) -> bytes:
             "--media-folder. Send a `data:` URL."
         )
     try:
-        path = Path(os.path.realpath(_path(url)))
-        allowed = (Path(os.path.realpath(folder)) for folder in folders)
-        folder = next(each for each in allowed if path.is_relative_to(each))
+        allowed = [Path(os.path.realpath(folder)) for folder in folders]
+        folder, path = _inside(_path(url), allowed)
         descriptor = _open_below(folder, path.relative_to(folder))
     except (OSError, ValueError, StopIteration):
         raise MediaRefused("There is no such file in an allowed folder.") from None
@@ -216,11 +238,26 @@ def read_file_url(url: str, folders: Sequence[Path], max_bytes: int) -> bytes:
 
 
 def _path(url: str) -> str:
+    """The path in a URL. `file://a/b` means `/a/b`, because no other machine is asked."""
     parts = urlsplit(url)
+    host = "" if parts.netloc == "localhost" else unquote(parts.netloc, errors="strict")
     path = unquote(parts.path, errors="strict")
-    if parts.netloc not in ("", "localhost") or not path.startswith("/") or "\0" in path:
-        raise ValueError("not a path of this machine")
-    return path
+    if not path.startswith("/") or "\0" in host + path:
+        raise ValueError("not a path")
+    return f"/{host}{path}"
+
+
+def _inside(path: str, folders: Sequence[Path]) -> tuple[Path, Path]:
+    """The folder that contains the path, and the real path. As in llama.cpp's server, the path may
+    also begin at the folder. Raises StopIteration if no folder contains it."""
+    whole = Path(os.path.realpath(path))
+    candidates = [(folder, whole) for folder in folders]
+    candidates += [(each, Path(os.path.realpath(f"{each}/{path}"))) for each in folders]
+    return next(
+        (folder, real)
+        for folder, real in candidates
+        if real.is_relative_to(folder) and os.path.lexists(real)
+    )
 
 
 def _open_below(folder: Path, relative: Path) -> int:

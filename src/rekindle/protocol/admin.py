@@ -27,6 +27,7 @@ class Tokenize(Struct, tag=True, kw_only=True):
     continue_final_message: bool = False
     normalise: Normalise = True
     with_tokens: bool = True  # False: return only the count
+    with_text: bool = False  # return the text that the chat template renders
     with_pieces: bool = False
 
 
@@ -43,6 +44,7 @@ class Tokenized(Struct, tag=True):
     context_tokens: int  # the model's context length
     packed: bytes = b""  # the ids, packed by `pack_ids`
     pieces: dict[int, bytes] = {}  # the text of each id that occurs
+    text: str = ""  # of a conversation
 
     @property
     def ids(self) -> memoryview[int]:
@@ -147,6 +149,12 @@ class GetDocument(Struct, tag=True):
     key: str
 
 
+class ListDocuments(Struct, tag=True):
+    """Return the DocumentKeys of the tenant that begin with a prefix, oldest first."""
+
+    prefix: str
+
+
 class DeleteEntry(Struct, tag=True):
     """Returns Removed."""
 
@@ -183,10 +191,11 @@ class RemoveOld(Struct, tag=True):
 
 
 Listing = ListEntries | ShowEntry | GetStats | ShowTree | ShowBranch
-Lookup = Listing | Validate | GetDocument | Tokenize | Detokenize
+Lookup = Listing | Validate | Tokenize | Detokenize
+DocumentLookup = GetDocument | ListDocuments
 Creation = IndexPrompt | Flush | ExportState | ImportState | StoreDocument | PinEntry
 Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld
-AdminOp = Lookup | Creation | Removal
+AdminOp = Lookup | DocumentLookup | Creation | Removal
 
 
 class AdminRequest(Struct, tag=True, kw_only=True):
@@ -273,6 +282,11 @@ class Document(Struct, tag=True):
     content: bytes
 
 
+class DocumentKeys(Struct, tag=True):
+    keys: list[str]
+    created_at: list[float]  # of each
+
+
 class DocumentStored(Struct, tag=True):
     kept: bool  # False: it exceeds the budget for entries
     durable: bool = True  # False: it is in memory only, because the disk cannot be written
@@ -328,9 +342,11 @@ class Removed(Struct, tag=True):
     durable: bool = True  # False: removed from memory, but a restart may bring them back
 
 
-EntryResult = EntryInfo | EntryList | StateFile | Document | DocumentStored | Removed
+EntryResult = EntryInfo | EntryList | StateFile | Removed
 TreeResult = PrefixTree | BranchText
-AdminResult = EntryResult | TreeResult | Stats | Validation | Tokenized | Detokenized
+DocumentResult = Document | DocumentStored | DocumentKeys
+StateResult = EntryResult | TreeResult | DocumentResult
+AdminResult = StateResult | Stats | Validation | Tokenized | Detokenized
 
 
 class AdminReply(Struct, tag=True):

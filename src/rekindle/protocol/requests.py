@@ -261,9 +261,9 @@ class EmbedderRequest(Struct, kw_only=True):
 
 
 class EmbedRequest(EmbedderRequest, tag=True, kw_only=True):
-    """Asks for one vector per input, which is a text or token ids. Ends with Embedded."""
+    """Asks for one vector per input: a text, or token ids and texts. Ends with Embedded."""
 
-    inputs: list[str | list[int]]
+    inputs: list[str | list[int | str]]
     truncate: bool = False  # shorten a text that is longer than the context; False: refuse it
     dimensions: int | None = None  # truncate each vector and normalise it again; None: keep all
     batch_size: int | None = None  # maximum number of inputs of this request in one batch

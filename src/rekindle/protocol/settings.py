@@ -11,12 +11,13 @@ does not have to import pydantic.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -141,6 +142,16 @@ def parse_kv_bits(value: object) -> object:
     raise ValueError(f"takes {' or '.join(map(str, KV_TYPES))}")
 
 
+def parse_object(value: object) -> object:
+    """Parse the JSON text of an object."""
+    if not isinstance(value, str):
+        return value
+    with suppress(ValueError):
+        if isinstance(found := json.loads(value), dict):
+            return found
+    raise ValueError("takes a JSON object")
+
+
 SIZE_TEXT = ParsedBy(parse_size)
 _SIZE_BOUNDS = Interval(ge=0, lt=1 << 60)
 
@@ -159,6 +170,7 @@ OptionalSeconds = Annotated[float | None, Gt(0)]
 Normalisers = Annotated[tuple[Normaliser, ...], ParsedBy(split_commas)]
 Gpus = Annotated[tuple[Annotated[int, Interval(ge=0, le=15)], ...], ParsedBy(split_numbers)]
 GpuShares = Annotated[tuple[Annotated[float, Interval(ge=0, le=1e6)], ...], ParsedBy(split_numbers)]
+JsonObject = Annotated[dict[str, Any], ParsedBy(parse_object)]
 Eviction = Annotated[EvictionPolicy, ParsedBy(replace_former_policy)]
 
 _engine = partial(Setting, "Engine")
@@ -219,6 +231,14 @@ class RuntimeSettings:
     reasoning_format: Annotated[
         Name, _engine("Format of the model's reasoning", "auto: by its chat template")
     ] = AUTO
+    chat_template_kwargs: Annotated[
+        JsonObject,
+        _engine(
+            "Default of the request field of this name: a JSON object, such as "
+            """'{"enable_thinking": false}'""",
+            "none",
+        ),
+    ] = field(default_factory=dict)
     ram_cache: Annotated[
         OptionalSize,
         _cache("RAM for cached state, such as 4GB", "a quarter of the free RAM, at least 2GiB"),

@@ -77,7 +77,7 @@ def build(
     how much of the engine's pool finished sequences may hold. `is_undisturbed` tells whether
     nothing but running turns wants the engine's thread.
     """
-    template = _template(engine, log)
+    template = _template(engine, storage.settings, log)
     encoder = Encoder(engine.tokenizer, template)
     output_format = _output_format(engine, storage.settings, template)
     input_processor = InputProcessor(engine, storage, encoder, output_format)
@@ -125,17 +125,23 @@ def formats(settings: RuntimeSettings) -> tuple[str | None, str | None]:
     return tool_format, reasoning_format
 
 
-def _template(engine: Engine, log: Callable[[LogLine], None]) -> ChatTemplate | None:
+def _template(
+    engine: Engine, settings: RuntimeSettings, log: Callable[[LogLine], None]
+) -> ChatTemplate | None:
     """Compile the model's chat template. If that fails, the model serves completions only."""
     tokenizer = engine.tokenizer
     if engine.chat_template is None:
         return None
     try:
-        return ChatTemplate(
+        template = ChatTemplate(
             engine.chat_template,
             bos_token=tokenizer.text(tokenizer.bos),
             eos_token=tokenizer.text(tokenizer.eos),
+            defaults=settings.chat_template_kwargs,
         )
     except TemplateFailed as error:
         log(LogLine("warning", f"chat is not served: {error}"))
         return None
+    for name in template.unread_defaults:
+        log(LogLine("warning", f"`chat_template_kwargs`: this model's template reads no {name!r}"))
+    return template

@@ -210,7 +210,7 @@ def test_content_has_one_sentence_for_all_it_may_be(content: Any) -> None:
     found = refused(Front().chat(messages=[{"role": "user", "content": content}]))
     assert found["message"] == (
         '`messages.0.content` takes a string, or a list of parts: `"type": "text"` with a `text`, '
-        '`"type": "image_url"` or `"type": "video_url"`.'
+        '`"type": "image_url"`, `"type": "video_url"` or `"type": "file"`.'
     )
     assert found["param"] == "messages"
 
@@ -304,11 +304,10 @@ def test_a_value_that_changes_nothing_is_accepted(field: str, value: Any) -> Non
     "part",
     [
         {"type": "input_audio", "input_audio": {}},
-        {"type": "file", "file": {"file_id": "x"}},
         {"type": "input_image", "image_url": "http://example.com/a.png"},
     ],
 )
-def test_sounds_and_files_are_refused_by_name(part: dict[str, Any]) -> None:
+def test_sounds_and_parts_of_other_dialects_are_refused_by_name(part: dict[str, Any]) -> None:
     content = [{"type": "text", "text": "what is this?"}, part]
     found = refused(
         Front().chat(messages=[{"role": "user", "content": content}]), "unsupported_parameter"

@@ -197,7 +197,10 @@ LISTS: dict[str, dict[str, Bound]] = {
         "input": (2048, "x", at("input")),
         "input[]": (ANY_LENGTH, 1, lambda items: {"input": [items]}),
     },
-    "/v1/rerank": {"documents": (2048, "x", at("documents", query="x"))},
+    "/v1/rerank": {
+        "documents": (2048, "x", at("documents", query="x")),
+        "texts": (2048, "x", at("texts", query="x")),
+    },
     "/v1/responses": {
         **PROMPT_OF_RESPONSES,
         "include": (32, "reasoning.encrypted_content", at("include", input="hello")),

@@ -65,7 +65,7 @@ def test_a_value_that_changes_nothing_is_accepted(path: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "field"),
     [
-        ("/v1/chat/completions", {"store": True, "prediction": {"type": "content"}}),
+        ("/v1/chat/completions", {"user": "me", "prediction": {"type": "content"}}),
         ("/v1/completions", {"store": True, "prediction": {"type": "content"}}),
         ("/v1/responses", {"include": ["file_search_call.results"], "service_tier": "flex"}),
         ("/v1/messages", {"container": "c", "service_tier": "other"}),

@@ -10,6 +10,7 @@ import pytest
 from rekindle.errors import BadMedia
 from rekindle.media import loader
 from rekindle.media.decoder import Decoder
+from rekindle.media.document import extract_text
 from rekindle.media.image import DecodeError, decode_base64, decode_image
 from rekindle.media.jobs import Frame, MediaJob
 from rekindle.media.video import decode_video
@@ -25,6 +26,12 @@ QUESTION = {"type": "text", "text": "What is this?"}
 
 class InProcess(Decoder):
     """Decodes here: that a process of its own does is shown elsewhere, and takes a while."""
+
+    async def extract(self, job: MediaJob, tenant: bytes) -> str:
+        try:
+            return extract_text(decode_base64(job.data) if job.is_base64 else job.data)
+        except DecodeError as error:
+            raise BadMedia(str(error)) from None
 
     async def decode(self, job: MediaJob, tenant: bytes) -> list[Frame]:
         try:

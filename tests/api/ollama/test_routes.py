@@ -15,6 +15,7 @@ from langchain_ollama import ChatOllama
 from rekindle.errors import TooManyRequests
 from rekindle.protocol.admin import AdminOp, AdminResult, Tokenize, Tokenized, pack_ids
 from rekindle.protocol.events import Started, TokenLogprob
+from rekindle.protocol.requests import Infill
 from tests.api.live import live
 from tests.api.scripted import (
     Front,
@@ -284,7 +285,7 @@ def test_a_wrong_field_is_named_in_ollamas_error_format(fields: Any, message: st
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"suffix": "x"}, "filling in the middle"),
+        ({"suffix": "x", "context": [1]}, "`suffix` asks for the text of a gap"),
         ({"template": "x"}, "the model's own chat template is always used"),
         ({"raw": True, "images": [b64encode(b"x").decode()]}, "use /api/chat"),
         ({"context": [-1]}, "`context` takes"),
@@ -385,3 +386,11 @@ def test_typical_p_is_an_option() -> None:
     front = Front()
     chat(front, options={"typical_p": 0.7})
     assert front.runtime.requested.sampling.typical_p == 0.7
+
+
+def test_a_suffix_asks_for_the_text_of_a_gap() -> None:
+    runtime = ScriptedRuntime()
+    answer = Front(runtime).post("/api/generate", {"prompt": "def f(", "suffix": "return 1"})
+    assert answer.status_code == 200, answer.text
+    assert runtime.requested.infill == Infill(prefix="def f(", suffix="return 1")
+    assert "context" not in json.loads(answer.text.splitlines()[-1])

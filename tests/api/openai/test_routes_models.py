@@ -75,6 +75,8 @@ def test_the_openapi_document_lists_every_endpoint(front: Front) -> None:
     schema = front.get("/openapi.json").json()
     assert set(schema["paths"]) == {
         "/v1/chat/completions",
+        "/v1/chat/completions/{completion_id}",
+        "/v1/chat/completions/{completion_id}/messages",
         "/v1/completions",
         "/v1/models",
         "/v1/models/{model}",
@@ -153,6 +155,9 @@ def test_the_schema_describes_the_cache_with_its_answers_and_the_model_number(
             assert operation["tags"], path
             assert operation["description"], path
             assert "422" not in operation["responses"], path
+            is_stored = "completion_id" in path or operation is operations.get("get")
+            if path.startswith("/v1/chat/completions") and is_stored:
+                continue  # a stored completion is found in any model
             if path.startswith(("/v1/cache", "/v1/ch", "/v1/com", "/v1/internal")):
                 names = [parameter["name"] for parameter in operation["parameters"]]
                 assert "X-Model-Id" in names, path

@@ -15,8 +15,10 @@ from rekindle.protocol.admin import (
     AdminResult,
     DeleteEntry,
     Document,
+    DocumentKeys,
     DocumentStored,
     GetDocument,
+    ListDocuments,
     Removed,
     StoreDocument,
     Tokenize,
@@ -64,6 +66,9 @@ class Documents:
                 return DocumentStored(self._has_room, self._durable)
             case GetDocument(key) if key in self.kept:
                 return Document(key, self.kept[key])
+            case ListDocuments(prefix):
+                keys = [key for key in self.kept if key.startswith(prefix)]
+                return DocumentKeys(keys, [float(number) for number in range(len(keys))])
             case DeleteEntry(key) if key in self.kept:
                 del self.kept[key]
                 return Removed(1, 0, self._durable)

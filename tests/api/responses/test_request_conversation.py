@@ -144,7 +144,7 @@ def test_refusals_are_text_that_was_said() -> None:
 @pytest.mark.parametrize(
     ("item", "about"),
     [
-        ({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}, "input_file"),
+        ({"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}, "file_data"),
         ({"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}, "image_url"),
         ({"role": "user", "content": [{"type": "text"}]}, "item 0: `content` part 0: `text`"),
         ({"role": "tool", "content": "x"}, "item 0: `role`"),

@@ -86,3 +86,14 @@ def test_the_tokens_of_a_chat_are_counted_without_sending_them() -> None:
     assert isinstance(op, Tokenize)
     assert not op.with_tokens
     assert op.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_a_rendered_conversation_is_the_text_of_the_template_and_not_of_its_tokens() -> None:
+    """Tokenizers that add a space would show it in the text of the tokens."""
+    answer = Tokenized(2, 4096, text="<|user|>hi")
+    front = Front(ScriptedRuntime(answers=lambda _op: answer))
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert front.post("/apply-template", body).json() == {"prompt": "<|user|>hi"}
+    [received] = front.runtime.admin_requests
+    assert isinstance(received.op, Tokenize)
+    assert (received.op.with_text, received.op.with_tokens) == (True, False)

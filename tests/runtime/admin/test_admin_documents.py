@@ -13,9 +13,11 @@ from rekindle.protocol.admin import (
     CollectExpired,
     DeleteEntry,
     Document,
+    DocumentKeys,
     DocumentStored,
     EntryInfo,
     GetDocument,
+    ListDocuments,
     PinEntry,
     Removed,
     ShowEntry,
@@ -249,3 +251,18 @@ def test_a_temporary_pin_can_be_made_permanent(harness: RuntimeHarness, clock: F
     clock.pass_by(11)
     harness.administer(CollectExpired())
     assert shown(harness).pinned
+
+
+def test_the_documents_of_a_tenant_are_listed_by_their_prefix_oldest_first(
+    harness: RuntimeHarness, clock: FakeClock
+) -> None:
+    for key in ("chat_2", "resp_1", "chat_1"):
+        store(harness, b"{}", key)
+        clock.pass_by(1.0)
+    store(harness, b"{}", "chat_3", salt=b"another")
+    listed = harness.administer(ListDocuments("chat_"))
+    assert isinstance(listed, DocumentKeys)
+    assert listed.keys == ["chat_2", "chat_1"]
+    assert listed.created_at == sorted(listed.created_at)
+    clock.pass_by(2000.0)
+    assert harness.administer(ListDocuments("chat_")) == DocumentKeys([], [])

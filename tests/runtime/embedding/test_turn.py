@@ -22,7 +22,7 @@ def finish(turn: EmbeddingTurn, embedder: FakeEmbedder) -> Embedded | Ranked:
     return turn.result()
 
 
-def embed(*inputs: str | list[int], **fields: Any) -> Embedded:
+def embed(*inputs: str | list[int | str], **fields: Any) -> Embedded:
     embedder = FakeEmbedder()
     result = finish(encode_inputs(embedder, EmbedRequest(inputs=list(inputs), **fields)), embedder)
     assert isinstance(result, Embedded)
@@ -84,7 +84,9 @@ def test_fewer_dimensions_of_a_model_that_does_not_normalise_are_only_cut() -> N
         (["1", ""], r"`input\[1\]` has no tokens"),
     ],
 )
-def test_an_error_names_the_invalid_input(inputs: list[str | list[int]], message: str) -> None:
+def test_an_error_names_the_invalid_input(
+    inputs: list[str | list[int | str]], message: str
+) -> None:
     with pytest.raises(BadRequest, match=message) as raised:
         encode_inputs(FakeEmbedder(), EmbedRequest(inputs=inputs))
     assert raised.value.param == "input"
@@ -102,3 +104,10 @@ def test_an_embedding_model_does_not_rank_and_a_reranker_does_not_embed() -> Non
         encode_inputs(FakeEmbedder(), RankRequest(query="1", documents=["2"]))
     with pytest.raises(BadRequest, match=r"`documents\[1\]` has 17 tokens"):
         encode_inputs(FakeEmbedder(ranks=True), RankRequest(query="1", documents=["2", "3 " * 16]))
+
+
+def test_an_input_may_mix_token_ids_and_texts() -> None:
+    turn = encode_inputs(FakeEmbedder(), EmbedRequest(inputs=[[1, "2 3", 4], ["5"]]))
+    assert sorted(each.tokens for each in turn.missing) == [[1, 2, 3, 4], [5]]
+    with pytest.raises(BadRequest, match="token ids of another model"):
+        encode_inputs(FakeEmbedder(), EmbedRequest(inputs=[[10**9, "1"]]))

@@ -83,10 +83,10 @@ class ContentSource(StrictModel):
 
 def _refuse_files(source: Any) -> Any:
     kind = source.get("type") if isinstance(source, dict) else None
-    if kind in ("base64", "url", "file"):
+    if kind == "file":
         raise Unsupported(
-            "documents in files, such as PDF, are not read here: extract the text, and send it as "
-            '`"source": {"type": "text", "media_type": "text/plain", "data": …}`',
+            "uploaded files are not supported: send the document as "
+            '`"source": {"type": "base64", "media_type": "application/pdf", "data": …}`',
             param="messages",
         )
     return source
@@ -104,12 +104,19 @@ def _refuse_citations(citations: Citations) -> Citations:
     return citations
 
 
+class FileBlock(Block):
+    """The file of a document, whose text is read later. Clients do not send this block."""
+
+    type: Literal["file"]
+    url: str
+
+
 class DocumentBlock(Block):
-    """A document of plain text, or of blocks of text and images. Files are refused."""
+    """A document: a PDF, plain text, or blocks of text and images."""
 
     type: Literal["document"]
     source: Annotated[
-        TextSource | ContentSource,
+        TextSource | ContentSource | Base64Source | UrlSource,
         Field(discriminator="type"),
         BeforeValidator(_refuse_files),
     ]
@@ -122,9 +129,11 @@ class DocumentBlock(Block):
         """Its title, its context and its content, as blocks."""
         texts = filter(None, [self.title, self.context])
         before = [block for text in texts for block in as_blocks(text)]
-        source = self.source
-        content = source.data if isinstance(source, TextSource) else source.content
-        return [*before, *as_blocks(content)]
+        match self.source:
+            case TextSource(data=content) | ContentSource(content=content):
+                return [*before, *as_blocks(content)]
+            case source:
+                return [*before, FileBlock.model_construct(type="file", url=source.url)]
 
 
 class SearchResultBlock(Block):

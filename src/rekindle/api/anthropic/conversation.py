@@ -14,6 +14,7 @@ from typing import Any
 
 from rekindle.api.anthropic.blocks import (
     DocumentBlock,
+    FileBlock,
     ImageBlock,
     SearchResultBlock,
     TextBlock,
@@ -26,9 +27,11 @@ from rekindle.api.anthropic.blocks import (
 from rekindle.api.anthropic.schema import InputMessage, PromptFields, Toolbox
 from rekindle.api.base.fields import TextBudget
 from rekindle.api.base.messages import (
+    FilePart,
     ImagePart,
     Message,
     TextPart,
+    file_part,
     plain_message,
     reply_message,
     tool_call,
@@ -38,7 +41,7 @@ from rekindle.errors import BadRequest
 
 SEPARATOR = "\n"  # between blocks of text
 KNOWN_ERRORS = ("error", "<tool_use_error>")  # beginnings of results that are clearly errors
-Parts = list[TextPart | ImagePart]
+Parts = list[TextPart | ImagePart | FilePart]
 
 
 def messages_of(body: PromptFields, toolbox: Toolbox) -> list[Message]:
@@ -89,19 +92,21 @@ class _Rendering:
         return plain_message("tool", content=content, tool_call_id=block.tool_use_id)
 
     def _content(self, blocks: Sequence[Any]) -> str | Parts:
-        """Join the blocks to one text, unless there are images."""
+        """Join the blocks to one text, unless there are images or files."""
         shown = (each for block in blocks for each in _opened(block))
         parts = [part for block in shown if (part := self._part(block)) is not None]
-        if any(isinstance(part, ImagePart) for part in parts):
+        if any(isinstance(part, ImagePart | FilePart) for part in parts):
             return parts
         return SEPARATOR.join(part.text for part in parts if isinstance(part, TextPart))
 
-    def _part(self, block: Any) -> TextPart | ImagePart | None:
+    def _part(self, block: Any) -> TextPart | ImagePart | FilePart | None:
         match block:
             case TextBlock():
                 return self._text_part(block.text)
             case ImageBlock():
                 return ImagePart.model_construct(type="image_url", image_url=block.source.url)
+            case FileBlock():
+                return file_part(block.url)
             case SearchResultBlock():
                 texts = [block.title, block.source, *(each.text for each in block.content)]
                 return self._text_part(SEPARATOR.join(texts))

@@ -110,6 +110,9 @@ class CompletionsBase(KnownFields, StrictModel, StructuredFields, SamplingFields
     return_progress: bool | None = Field(
         None, description="llama.cpp: a stream reports prefill progress in `prompt_progress`"
     )
+    timings_per_token: bool | None = Field(
+        None, description="llama.cpp: reports of prefill progress have `timings`, too"
+    )
     verbose: bool | None = Field(
         None, description="llama.cpp: `__verbose` shows the prompt and the settings"
     )

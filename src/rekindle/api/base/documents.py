@@ -11,22 +11,29 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import orjson
+from fastapi import Query
+from pydantic import BaseModel, Field
 from starlette.requests import Request
+from starlette.responses import Response
 
 from rekindle.api.base.admin import AdminClient
+from rekindle.api.base.fields import MAX_ID_CHARACTERS
 from rekindle.api.base.models import models_of
-from rekindle.errors import CacheKeyNotFound, ServerError, UnknownId
+from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unavailable, UnknownId
 from rekindle.http.auth import caller_of
-from rekindle.http.body import body_of
+from rekindle.http.body import body_of, run_off_loop_if_large
+from rekindle.http.responses import JsonResponse
 from rekindle.protocol.admin import (
     DeleteEntry,
     Document,
+    DocumentKeys,
     DocumentStored,
     GetDocument,
+    ListDocuments,
     Removed,
     StoreDocument,
 )
@@ -124,6 +131,16 @@ class DocumentClient:
         with self._body.holding(stored.memory_bytes, refuses=self._refuses):
             yield stored
 
+    async def object(self, key: str, missing: type[UnknownId]) -> dict[str, Any] | None:
+        """Load only the object of a document, for as long as the request lasts. None: it is gone,
+        because another request has deleted it."""
+        try:
+            async with self.loaded(key, missing) as stored:
+                self._body.hold(len(orjson.dumps(stored.object)))
+                return stored.object
+        except UnknownId:
+            return None
+
     async def _load(self, key: str, missing: type[UnknownId]) -> Stored:
         if not key.startswith(missing.prefix):
             raise missing(key)
@@ -160,6 +177,16 @@ class DocumentClient:
             except TimeoutError:
                 raise NotStored from None
 
+    async def keys(self, prefix: str) -> list[str]:
+        """The keys of all documents that begin with a prefix, oldest first. A model that does not
+        answer has none."""
+        found: list[tuple[float, str]] = []
+        for runtime in self._runtimes:
+            with contextlib.suppress(Unavailable):
+                listed = await self._admin.request(runtime, ListDocuments(prefix), DocumentKeys)
+                found += zip(listed.created_at, listed.keys, strict=True)
+        return [key for _, key in sorted(found)]
+
     async def delete(self, stored: Stored) -> Removed:
         """Delete a document durably, with the state that only it uses."""
         async with self._slots.all:
@@ -173,3 +200,44 @@ async def tried(saving: Awaitable[T]) -> T | None:
     except ServerError as error:
         log.warning("an answer was not stored: %s", error.code)  # a message may contain a key
         return None
+
+
+class Page(BaseModel):
+    """The query of a request for a list of items."""
+
+    limit: int = Field(20, ge=1, le=100)
+    order: Literal["asc", "desc"] = Field("desc", description="desc: newest first")
+    after: str | None = Field(
+        None,
+        max_length=MAX_ID_CHARACTERS,
+        description="The id of the last item of the previous page",
+    )
+
+
+PageQuery = Annotated[Page, Query()]
+
+
+async def list_page(request: Request, lines: Lines, page: Page) -> Response:
+    size = size_bytes(lines)
+    shown = await run_off_loop_if_large(request, size, page_of, lines, **page.model_dump())
+    return JsonResponse(shown)
+
+
+def page_of(lines: Lines, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
+    ordered = [orjson.loads(line) for line in (lines if order == "asc" else reversed(lines))]
+    start = 0
+    if after is not None:
+        ids = [item.get("id") for item in ordered]
+        if after not in ids:
+            raise BadRequest(
+                f"`after` takes the id of an item of this list, not {after[:128]!r}.", param="after"
+            )
+        start = ids.index(after) + 1
+    shown = ordered[start : start + limit]
+    return {
+        "object": "list",
+        "data": shown,
+        "first_id": shown[0]["id"] if shown else None,
+        "last_id": shown[-1]["id"] if shown else None,
+        "has_more": start + limit < len(ordered),
+    }

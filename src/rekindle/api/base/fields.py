@@ -264,6 +264,19 @@ JSON_NAMES = {
 }
 
 
+def _pairs(metadata: dict[str, str]) -> dict[str, str]:
+    if len(metadata) > 16 or any(
+        len(name) > 64 or len(value) > 512 for name, value in metadata.items()
+    ):
+        raise ValueError("takes at most 16 names of 64 characters, with values of 512 characters")
+    return metadata
+
+
+Metadata = Annotated[
+    dict[str, str], takes("an object whose values are strings"), AfterValidator(_pairs)
+]
+
+
 def explain(errors: Sequence[Mapping[str, Any]]) -> BadRequest:
     """Describe the first of pydantic's errors, with the field's path as the client wrote it."""
     first = errors[0]

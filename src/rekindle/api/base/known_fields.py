@@ -120,7 +120,6 @@ LLAMA_SERVER: FieldTable = {
     "xtc_threshold": Ignored("it belongs to `xtc_probability`"),
     "adaptive_decay": Ignored("it belongs to `adaptive_target`"),
     "preserved_tokens": Ignored("the model's template decides them", ([],)),
-    "timings_per_token": Ignored("timings come at the end", (False,)),
     "backend_sampling": Ignored("it does not change a reply", (False,)),
     **{
         f"speculative.{name}": Ignored("speculation does not change a reply")

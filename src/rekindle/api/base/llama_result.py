@@ -124,18 +124,36 @@ def timings(turns: Sequence[Finished], choices: int) -> dict[str, Any]:
     generated = sum(turn.completion_tokens for turn in turns)
     return {
         "cache_n": reused,
-        **_speed("prompt", computed, sum(turn.prompt_eval_s for turn in prompts)),
-        **_speed("predicted", generated, sum(turn.completion_s for turn in turns)),
+        **_speed("prompt", computed, computed, sum(turn.prompt_eval_s for turn in prompts)),
+        **_speed(
+            "predicted",
+            generated,
+            sum(max(turn.completion_tokens - 1, 0) for turn in turns),
+            sum(turn.completion_s for turn in turns),
+        ),
     }
 
 
-def _speed(what: str, tokens: int, seconds: float) -> dict[str, Any]:
-    ms = seconds * 1000
+def prompt_timings(reused: int, done: int, elapsed_s: float) -> dict[str, Any]:
+    """`timings` while the prompt is computed."""
+    computed = done - reused
+    spent_s = elapsed_s if computed else 0.0
+    return {
+        "cache_n": reused,
+        **_speed("prompt", computed, computed, spent_s),
+        **_speed("predicted", 0, 0, 0.0),
+    }
+
+
+def _speed(what: str, tokens: int, timed: int, seconds: float) -> dict[str, Any]:
+    """`timed` is how many of the tokens were computed in this time. The first token of a reply
+    comes with the prompt's last step."""
+    ms = round(seconds * 1000, 3)
     return {
         f"{what}_n": tokens,
-        f"{what}_ms": round(ms, 3),
-        f"{what}_per_token_ms": round(ms / tokens, 6) if tokens else 0.0,
-        f"{what}_per_second": round(tokens / seconds, 3) if seconds else 0.0,
+        f"{what}_ms": ms,
+        f"{what}_per_token_ms": round(ms / timed, 6) if timed else 0.0,
+        f"{what}_per_second": round(timed * 1000 / ms, 6) if ms else 0.0,
     }
 
 

@@ -35,7 +35,8 @@ from rekindle.protocol.requests import IMAGE, TEXT
 
 MAX_SIDE = 2048  # of an image as the model gets it, in pixels
 VIDEO = "video"  # type of a part, until the video's frames are known
-MEDIA_PARTS = '`"type": "image_url"` or `"type": "video_url"`'
+DOCUMENT = "document"  # type of a part, until its text is known
+MEDIA_PARTS = '`"type": "image_url"`, `"type": "video_url"` or `"type": "file"`'
 
 Detail = Literal["auto", "low", "high"]
 Side = Annotated[int, Field(ge=1, le=MAX_SIDE), WHOLE]
@@ -45,7 +46,7 @@ Resize = Annotated[
     takes(f"one side or [width, height] in pixels, each from 1 to {MAX_SIDE}"),
 ]
 
-NOT_SERVED = ("input_audio", "file", "input_image")  # types of content parts
+NOT_SERVED = ("input_audio", "input_image")  # types of content parts
 # The fields that a message of each role needs.
 NEEDED = {
     "system": ("content",),
@@ -104,6 +105,52 @@ class VideoPart(StrictModel):
         return MediaSource(url=url, sizing=_sizing(resize, 768), sampling=sampling, where=where)
 
 
+def as_url(data: str) -> str:
+    """A `data:` URL. Some clients leave its beginning out."""
+    return data if data[:5].lower() == "data:" else f"data:;base64,{data}"
+
+
+class FileContent(StrictModel):
+    file_data: str | None = Field(None, description="A PDF or a text, as a `data:` URL")
+    file_url: str | None = Field(None, description="An http(s) URL of a PDF or a text")
+    filename: str | None = Field(None, max_length=512)
+    file_id: str | None = None
+
+    @property
+    def url(self) -> str:
+        return as_url(self.file_data) if self.file_data is not None else self.file_url or ""
+
+    @model_validator(mode="after")
+    def _has_content(self) -> FileContent:
+        if self.file_id is not None and not self.url:
+            raise Unsupported(
+                "uploaded files are not supported: send the file as `file_data`, a `data:` URL",
+                param="messages",
+            )
+        if not self.url:
+            raise ValueError("needs `file_data`, a `data:` URL with a PDF or a text")
+        return self
+
+
+class FilePart(StrictModel):
+    """A PDF or a text. The model reads its text after its name."""
+
+    type: Literal["file"]
+    file: FileContent
+
+    def rendered(self) -> dict[str, Any]:
+        return {"type": DOCUMENT, "name": self.file.filename}
+
+    def source(self, where: str, resize: list[int] | None) -> MediaSource:
+        return MediaSource(url=self.file.url, is_document=True, where=where)
+
+
+def file_part(url: str, name: str | None = None) -> FilePart:
+    """Make a part out of fields that are already validated."""
+    content = FileContent.model_construct(file_url=url, filename=name)
+    return FilePart.model_construct(type="file", file=content)
+
+
 def _sizing(resize: list[int] | None, longest: int) -> Sizing:
     """One number stands for both sides. `resize` wins over `detail`."""
     return Sizing(longest, (resize[0], resize[-1]) if resize else None)
@@ -121,12 +168,19 @@ def _content_fault(error: ValidationError) -> str:
     """Name the wrong field of an image or video, or say what content is in general."""
     for each in error.errors():
         match each["loc"]:
-            case (_, int() as place, "image" | "image_url" | "video" | "video_url", field, *_):
+            case (
+                _,
+                int() as place,
+                "image" | "image_url" | "video" | "video_url" | "file",
+                field,
+                *_,
+            ):
                 return f"part {place}: `{field}` {fault(each)}"
     return CONTENT
 
 
-Part = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
+MediaPart = ImagePart | VideoPart | FilePart
+Part = Annotated[TextPart | MediaPart, Field(discriminator="type")]
 Content = Annotated[str | Annotated[list[Part], Field(fail_fast=True)], explained(_content_fault)]
 Arguments = Annotated[
     str | dict[str, Any], takes("a string of JSON, or an object"), AfterValidator(limit_depth)
@@ -195,8 +249,8 @@ class Message(StrictModel):
         return self
 
     @property
-    def media(self) -> list[tuple[int, ImagePart | VideoPart]]:
-        """The images and videos, each with its position in the content."""
+    def media(self) -> list[tuple[int, MediaPart]]:
+        """The images, videos and files, each with its position in the content."""
         parts = self.content if isinstance(self.content, list) else []
         return [(at, part) for at, part in enumerate(parts) if not isinstance(part, TextPart)]
 

@@ -11,14 +11,14 @@ from msgspec import structs
 from starlette.requests import Request
 
 from rekindle.api.base.fields import MAX_ID_CHARACTERS
-from rekindle.api.base.messages import VIDEO, Message, rendered
+from rekindle.api.base.messages import DOCUMENT, VIDEO, Message, rendered
 from rekindle.api.base.models import models_of
 from rekindle.config import Config
 from rekindle.errors import Unsupported
 from rekindle.http.auth import caller_of
 from rekindle.http.body import body_of, run_off_loop_if_large
 from rekindle.http.responses import while_connected
-from rekindle.media.loader import Hold, LoadedImage, MediaLoader
+from rekindle.media.loader import Hold, Loaded, LoadedText, MediaLoader
 from rekindle.protocol.requests import (
     IMAGE,
     TEXT,
@@ -167,7 +167,8 @@ async def load_media(
         for number, message in enumerate(messages)
         for place, part in message.media
     ]
-    if sources and IMAGE not in runtime.loaded.modalities:
+    sees = IMAGE in runtime.loaded.modalities
+    if not sees and not all(source.is_document for source in sources):
         raise Unsupported(
             f"the model {runtime.name} reads only text: leave images and videos out, or serve a "
             "model that has a projector (--vlm, --mmproj)",
@@ -177,21 +178,28 @@ async def load_media(
     return _expanded(rendered(messages), loaded)
 
 
-def _expanded(messages: list[dict[str, Any]], loaded: list[list[LoadedImage]]) -> RenderedChat:
-    """Replace each video by its frames, each after the time at which it is seen."""
+def _expanded(messages: list[dict[str, Any]], loaded: list[Loaded]) -> RenderedChat:
+    """Replace each video by its frames, each after the time at which it is seen, and each file by
+    its name and its text."""
     rest = iter(loaded)
     for message in messages:
         if isinstance(message.get("content"), list):
             parts = message["content"]
             message["content"] = [each for part in parts for each in _parts(part, rest)]
-    return RenderedChat(messages, [each.image for images in loaded for each in images])
+    seen = [image for each in loaded if isinstance(each, list) for image in each]
+    return RenderedChat(messages, [each.image for each in seen])
 
 
-def _parts(part: dict[str, Any], rest: Iterator[list[LoadedImage]]) -> Iterator[dict[str, Any]]:
-    if part["type"] not in (IMAGE, VIDEO):
+def _parts(part: dict[str, Any], rest: Iterator[Loaded]) -> Iterator[dict[str, Any]]:
+    if part["type"] not in (IMAGE, VIDEO, DOCUMENT):
         yield part
         return
-    for image in next(rest):
+    loaded = next(rest)
+    if isinstance(loaded, LoadedText):
+        name = f"{part['name']}\n\n" if part["name"] else ""
+        yield {"type": TEXT, "text": name + loaded.text}
+        return
+    for image in loaded:
         if image.at_s is not None:
             yield {"type": TEXT, "text": f"<{image.at_s:.1f} seconds>"}
         yield {"type": IMAGE}

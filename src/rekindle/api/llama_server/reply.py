@@ -16,6 +16,7 @@ from rekindle.api.base.llama_result import (
     generation_settings,
     probabilities,
     prompt_progress,
+    prompt_timings,
 )
 from rekindle.api.base.reply import Reply, ignored_headers, x_cache
 from rekindle.api.llama_server.schema import NativeRequest
@@ -96,6 +97,11 @@ class NativeReply(Reply):
         done = state.reused_tokens if isinstance(event, Started) else event.done_tokens
         elapsed_s = time.monotonic() - state.started_s
         progress = prompt_progress(event.prompt_tokens, state.reused_tokens, done, elapsed_s)
+        timed = (
+            {"timings": prompt_timings(state.reused_tokens, done, elapsed_s)}
+            if self._body.timings_per_token
+            else {}
+        )
         return {
             "index": index,
             "content": "",
@@ -105,6 +111,7 @@ class NativeReply(Reply):
             "tokens_predicted": 0,
             "tokens_evaluated": event.prompt_tokens,
             "prompt_progress": progress,
+            **timed,
         }
 
     def _final(self, index: int) -> dict[str, Any]:

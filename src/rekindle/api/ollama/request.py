@@ -128,7 +128,7 @@ class Context:
             "template_kwargs": body.template_kwargs,
             "normalise": normalise,
         }
-        self._is_known = not (body.raw or body.images)  # images have no tokens
+        self._is_known = not (body.raw or body.images or body.suffix)  # images have no tokens
         self._before = body.context or []
         system = [plain_message("system", content=body.system)] if body.system else []
         user = OllamaMessage(role="user", content=body.prompt, images=body.images)

@@ -18,6 +18,7 @@ from rekindle.api.ollama.request import Context, generate_request, messages_of
 from rekindle.api.ollama.schema import OllamaChatRequest, OllamaGenerateRequest, RequestBase
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse
+from rekindle.protocol.requests import Infill
 
 router = APIRouter(route_class=JsonRoute, tags=["ollama"], responses=RESPONSES)
 
@@ -47,8 +48,13 @@ async def generate(body: OllamaGenerateRequest, request: Request) -> Response:
         return _load_status(body, GenerateReply.message(), runtime.name)
     client, normalise = AdminClient.of_tenant(request), models.config.normalise
     context = Context(client, runtime, body, normalise=normalise)
-    if body.raw:
-        prompt: dict[str, Any] = {"prompt": body.prompt}
+    if body.suffix:
+        prompt: dict[str, Any] = {
+            "prompt": "",
+            "infill": Infill(prefix=body.prompt, suffix=body.suffix),
+        }
+    elif body.raw:
+        prompt = {"prompt": body.prompt}
     elif body.context:
         prompt = {"prompt": await context.prompt()}
     else:

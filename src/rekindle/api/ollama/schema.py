@@ -46,7 +46,6 @@ KeepAlive = Annotated[str | float, takes('a duration: seconds, or a text like "5
 MIROSTAT = "Mirostat is not supported: use `min_p` or `typical_p` instead of"
 LOADED = "the server loads its models when it starts"
 FIELD_TABLE: FieldTable = {
-    "suffix": Refused("filling in the middle is not supported: remove", ("",)),
     "template": Refused("the model's own chat template is always used: remove", ("",)),
     "options.mirostat": Refused(MIROSTAT, (0,)),
     "options.mirostat_tau": Refused(MIROSTAT, (0,), switch="options.mirostat"),
@@ -195,6 +194,18 @@ class OllamaGenerateRequest(RequestBase):
     images: Images | None = None
     context: Tokens | None = Field(None, description="Tokens of an earlier response to continue")
     raw: bool | None = Field(None, description="Use the prompt without a template")
+    suffix: Text | None = Field(
+        None, description="Text behind the answer, for models that can fill in the middle"
+    )
+
+    @model_validator(mode="after")
+    def _a_gap_has_no_conversation(self) -> OllamaGenerateRequest:
+        if self.suffix and (self.images or self.context):
+            raise Unsupported(
+                "`suffix` asks for the text of a gap: leave `images` and `context` out",
+                param="suffix",
+            )
+        return self
 
     @model_validator(mode="after")
     def _images_have_a_conversation(self) -> OllamaGenerateRequest:

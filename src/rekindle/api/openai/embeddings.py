@@ -6,11 +6,18 @@ from base64 import b64encode
 from typing import Annotated, Literal
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rekindle.api.base.fields import Count, PromptInput, StrictModel, as_prompts, limit_inputs
+from rekindle.api.base.fields import (
+    Count,
+    StrictModel,
+    limit_inputs,
+    limit_text,
+    refuse_empty,
+    takes,
+)
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import VectorsResponse, embedder_usage, result_of, vectors
 from rekindle.http.auth import caller_of
@@ -22,8 +29,18 @@ from rekindle.protocol.requests import EmbedRequest
 router = APIRouter(route_class=JsonRoute, tags=["embeddings"])
 
 
+Mixed = Annotated[list[int | str], Field(fail_fast=True)]
+Inputs = Annotated[
+    str | Mixed | Annotated[list[str | Mixed], Field(fail_fast=True)],
+    takes("a string, a list of strings, a list of token ids, or a list of such lists"),
+    AfterValidator(refuse_empty),
+    BeforeValidator(limit_text),
+    BeforeValidator(limit_inputs),
+]
+
+
 class EmbeddingRequest(StrictModel):
-    input: Annotated[PromptInput, BeforeValidator(limit_inputs)]
+    input: Inputs
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Count | None = Field(
@@ -35,6 +52,13 @@ class EmbeddingRequest(StrictModel):
     user: str | None = None
     use_kv_cache: bool | None = Field(None, description="False: compute every input again")
 
+    @property
+    def inputs(self) -> list[str | list[int | str]]:
+        """The inputs. A list with a token id among its items is a single input."""
+        given = self.input
+        is_one = isinstance(given, str) or any(isinstance(each, int) for each in given)
+        return [given] if is_one else list(given)  # type: ignore[list-item,arg-type]
+
 
 @router.post("/v1/embeddings")
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
@@ -42,7 +66,7 @@ async def create_embedding(body: EmbeddingRequest, request: Request) -> Response
     models = models_of(request)
     runtime = models.embedder(body.model)
     wanted = EmbedRequest(
-        inputs=as_prompts(body.input),
+        inputs=body.inputs,
         dimensions=body.dimensions,
         batch_size=body.batch_size,
         reuse=models.config.context_cache and body.use_kv_cache is not False,

@@ -18,10 +18,8 @@ OPENAI: FieldTable = {
     "audio": Refused("audio is not supported: remove"),
     "modalities": Refused("answers are only text: remove", (["text"], [])),
     "web_search_options": Refused("there is no web search: remove"),
-    "store": Ignored("completions are not stored; /v1/responses stores them", (False,)),
     "prediction": Ignored("it makes a reply faster and does not change it"),
     "service_tier": Ignored("there is one tier"),
-    "metadata": Ignored("it describes stored completions"),
     "user": Ignored("API keys identify users"),
     "safety_identifier": Ignored("API keys identify users"),
     "verbosity": Ignored("templates have no such setting", ("medium",)),
@@ -54,6 +52,8 @@ COMPLETION_FIELDS: FieldTable = {
     **OPENAI,
     **VLLM,
     **LLAMA_SERVER,
+    "store": Ignored("text completions are not stored; chat completions are", (False,)),
+    "metadata": Ignored("it describes stored completions"),
     "chat_template": Refused(TEMPLATE),
     "add_special_tokens": Refused(
         "a prompt of text begins with BOS: send token ids or remove", (True,)

@@ -21,6 +21,7 @@ from rekindle.api.base.llama_result import (
     final_object,
     generation_settings,
     prompt_progress,
+    prompt_timings,
     timings,
 )
 from rekindle.api.base.reply import (
@@ -30,6 +31,7 @@ from rekindle.api.base.reply import (
     token_logprobs,
     x_cache,
 )
+from rekindle.api.openai import stored
 from rekindle.api.openai.schema import ChatRequest, CompletionRequest
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import SSE_DONE, EventTemplate, sse_comment, sse_data, sse_event
@@ -184,8 +186,11 @@ class CompletionsReply(Reply):
         if self._body.progress == "llama.cpp":
             elapsed_s = time.monotonic() - received_s(self._http)
             total, reused = event.prompt_tokens, started.reused_tokens
-            progress = prompt_progress(total, reused, done, elapsed_s)
-            return self._chunk([self.empty(0)], prompt_progress=progress)
+            more: dict[str, Any] = {}
+            more["prompt_progress"] = prompt_progress(total, reused, done, elapsed_s)
+            if self._body.timings_per_token:
+                more["timings"] = prompt_timings(reused, done, elapsed_s)
+            return self._chunk([self.empty(0)], **more)
         progress = {"done_tokens": done, "prompt_tokens": event.prompt_tokens}
         return self._chunk([self.empty(0)], prefill_progress=progress)
 
@@ -222,10 +227,33 @@ class ChatReply(CompletionsReply):
         others: Sequence[RuntimeClient] = (),
     ) -> None:
         super().__init__(http, runtime, requests, body, others=others)
+        self._chat_body = body
         self._custom_tools = body.custom_tools
         self._inputs: dict[tuple[int, int], CustomInput] = {}  # by choice and place of the call
 
+    async def body(self) -> dict[str, Any]:
+        completion = await super().body()
+        if self._chat_body.store:
+            completion |= await self._kept(completion)
+        return completion
+
+    async def end(self) -> bytes:
+        """Store the completion before the client can ask for it."""
+        if not self._chat_body.store:
+            return await super().end()
+        report = await self._kept(await super().body())
+        failed = report != {"store": True}
+        told = self._chunk([self.empty(0)], **report) if failed else b""
+        return told + await super().end()
+
+    async def _kept(self, completion: dict[str, Any]) -> dict[str, Any]:
+        body = self._chat_body
+        asked = body.model_dump(include={*stored.SHOWN, "metadata"}, exclude_unset=True)
+        return await stored.keep(self._http, self._runtime, body.messages, completion, asked)
+
     def chunks(self, index: int, event: Event) -> list[bytes]:
+        if self._chat_body.store and isinstance(event, Delta):
+            self.add(index, event.part)
         match event:
             case Delta(_, ArgumentsDelta(place, text)) if (index, place) in self._inputs:
                 return self._input_chunks(index, place, self._inputs[index, place].add(text))

@@ -13,6 +13,7 @@ from rekindle.api.base.fields import (
     WHOLE,
     FreeObject,
     FunctionName,
+    Metadata,
     PrefillProgress,
     PromptInput,
     StrictModel,
@@ -173,6 +174,8 @@ class ChatRequest(CompletionsBase):
     tools: ChatTools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    store: bool | None = Field(None, description="Store the answer, under its id")
+    metadata: Metadata | None = Field(None, description="Names and values of a stored answer")
     functions: Functions | None = Field(None, description="OpenAI's older form of `tools`")
     function_call: FunctionChoice | None = Field(
         None, description="OpenAI's older form of `tool_choice`"

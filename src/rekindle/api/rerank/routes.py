@@ -1,11 +1,12 @@
-"""Serves /v1/rerank, as Jina's, Cohere's and llama.cpp's clients know it."""
+"""Serves /v1/rerank, as clients of Jina, Cohere, llama.cpp and Hugging Face know it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -20,6 +21,7 @@ from rekindle.api.base.fields import (
 )
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import embedder_usage, result_of
+from rekindle.errors import BadRequest
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute
 from rekindle.http.responses import JsonResponse, while_connected
@@ -48,17 +50,39 @@ Documents = Annotated[
 ]
 
 
+Texts = Annotated[
+    list[str],
+    Field(min_length=1, fail_fast=True),
+    takes("a list of at least one string"),
+    BeforeValidator(_limit_texts),
+    at_most(MAX_INPUTS, "texts"),
+]
+
+
 class RerankRequest(StrictModel):
+    """Takes `documents`, or `texts` in the form of text-embeddings-inference, whose answer is a
+    plain list."""
+
     model: str | None = None
     query: Text
-    documents: Documents
+    documents: Documents | None = None
+    texts: Texts | None = Field(None, description="Hugging Face: the documents")
     top_n: Count | None = Field(None, description="Return only this many of the best documents")
     return_documents: bool | None = Field(None, description="Return the text of each document")
+    return_text: bool | None = Field(None, description="Hugging Face: return each text")
     use_kv_cache: bool | None = Field(None, description="False: compute every score again")
 
+    @model_validator(mode="after")
+    def _one_list(self) -> RerankRequest:
+        if (self.documents is None) == (self.texts is None):
+            name = "documents" if self.documents is None else "texts"
+            raise BadRequest("Send one of `documents` and `texts`.", param=name)
+        return self
+
     @property
-    def texts(self) -> list[str]:
-        return [each if isinstance(each, str) else each.text for each in self.documents]
+    def ranked_texts(self) -> list[str]:
+        documents = self.texts or self.documents or []
+        return [each if isinstance(each, str) else each.text for each in documents]
 
 
 @router.post("/v1/rerank")
@@ -68,17 +92,27 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     runtime = models.ranker(body.model)
     wanted = RankRequest(
         query=body.query,
-        documents=body.texts,
+        documents=body.ranked_texts,
         reuse=models.config.context_cache and body.use_kv_cache is not False,
         salt=caller_of(request).salt,
     )
     ranked = await while_connected(request, result_of(runtime, wanted, Ranked))
-    return JsonResponse(_answer(ranked, body, runtime.name))
-
-
-def _answer(ranked: Ranked, body: RerankRequest, model: str) -> dict[str, Any]:
     places = sorted(range(len(ranked.scores)), key=lambda place: -ranked.scores[place])
-    texts = body.texts
+    places = places[: body.top_n]
+    if body.texts is not None:
+        return JsonResponse([_ranked_text(place, ranked, body) for place in places])
+    return JsonResponse(_answer(ranked, body, runtime.name, places))
+
+
+def _ranked_text(place: int, ranked: Ranked, body: RerankRequest) -> dict[str, Any]:
+    text = {"text": body.ranked_texts[place]} if body.return_text else {}
+    return {"index": place, "score": ranked.scores[place], **text}
+
+
+def _answer(
+    ranked: Ranked, body: RerankRequest, model: str, places: Sequence[int]
+) -> dict[str, Any]:
+    texts = body.ranked_texts
     return {
         "object": "list",
         "model": model,
@@ -88,7 +122,7 @@ def _answer(ranked: Ranked, body: RerankRequest, model: str) -> dict[str, Any]:
                 "relevance_score": ranked.scores[place],
                 **({"document": {"text": texts[place]}} if body.return_documents else {}),
             }
-            for place in places[: body.top_n]
+            for place in places
         ],
         "usage": embedder_usage(ranked),
     }

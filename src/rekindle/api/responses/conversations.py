@@ -19,11 +19,14 @@ from rekindle.api.base.admin import durability
 from rekindle.api.base.documents import (
     DocumentClient,
     Lines,
+    PageQuery,
     Stored,
     as_lines,
+    list_page,
+    page_of,
     size_bytes,
 )
-from rekindle.api.base.fields import MAX_ITEMS, StrictModel
+from rekindle.api.base.fields import MAX_ITEMS, Metadata, StrictModel
 from rekindle.api.base.models import models_of
 from rekindle.api.responses.errors import ConversationNotFound
 from rekindle.api.responses.items import (
@@ -33,14 +36,7 @@ from rekindle.api.responses.items import (
     UnservedItem,
     identified,
 )
-from rekindle.api.responses.schema import Metadata
-from rekindle.api.responses.stored import (
-    PageQuery,
-    list_page,
-    page_of,
-    place_of,
-    with_new_ids,
-)
+from rekindle.api.responses.stored import place_of, with_new_ids
 from rekindle.errors import BadRequest, ServerError
 from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute, run_off_loop, run_off_loop_if_large

@@ -25,12 +25,16 @@ from rekindle.api.base.fields import (
     limit_depth,
     limit_text,
 )
+from rekindle.api.base.messages import FilePart as MessageFile
 from rekindle.api.base.messages import ImagePart as MessageImage
 from rekindle.api.base.messages import TextPart as MessageText
+from rekindle.api.base.messages import as_url, file_part
 from rekindle.errors import Unsupported
 
-NOT_SERVED = ("input_file", "input_audio", "computer_screenshot")
-TAKES = "takes a string, or a list of parts: `input_text`, `output_text` or `input_image`"
+NOT_SERVED = ("input_audio", "computer_screenshot")
+TAKES = (
+    "takes a string, or a list of parts: `input_text`, `output_text`, `input_image` or `input_file`"
+)
 
 
 class Part(StrictModel):
@@ -57,7 +61,22 @@ class ImagePart(Part):
     detail: Literal["auto", "low", "high", "original"] | None = None
 
 
-ContentPart = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
+class FilePart(Part):
+    """A PDF or a text: a `data:` URL in `file_data`, or an http(s) URL in `file_url`."""
+
+    type: Literal["input_file"]
+    file_data: str | None = None
+    file_url: str | None = None
+    filename: str | None = Field(None, max_length=512)
+    file_id: str | None = None
+    detail: str | None = Field(None, max_length=64)
+
+    @property
+    def url(self) -> str:
+        return as_url(self.file_data) if self.file_data else self.file_url or ""
+
+
+ContentPart = Annotated[TextPart | RefusalPart | ImagePart | FilePart, Field(discriminator="type")]
 
 
 def _refuse_unserved(value: Any) -> Any:
@@ -65,8 +84,14 @@ def _refuse_unserved(value: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in NOT_SERVED:
             raise Unsupported(
-                f"content parts of type {kind!r} are not supported: send `input_text` or "
-                "`input_image`",
+                f"content parts of type {kind!r} are not supported: send `input_text`, "
+                "`input_image` or `input_file`",
+                param="input",
+            )
+        if kind == "input_file" and not (part.get("file_data") or part.get("file_url")):
+            raise Unsupported(
+                "uploaded files are not supported: send the file as `file_data`, a `data:` URL, or "
+                "its http(s) URL as `file_url`",
                 param="input",
             )
         if kind == "input_image" and not part.get("image_url"):
@@ -79,9 +104,12 @@ def _refuse_unserved(value: Any) -> Any:
 
 
 def refuse_images(content: Any) -> Any:
-    """Refuse images where a model wrote the content."""
-    if isinstance(content, list) and any(isinstance(part, ImagePart) for part in content):
-        raise ValueError("takes only text, and no `input_image`: send images as the user")
+    """Refuse images and files where a model wrote the content."""
+    sent = content if isinstance(content, list) else []
+    if any(isinstance(part, ImagePart | FilePart) for part in sent):
+        raise ValueError(
+            "takes only text, and no `input_image` or `input_file`: send these as the user"
+        )
     return content
 
 
@@ -98,7 +126,7 @@ def text_of(content: Any) -> str:
     return "".join(texts)
 
 
-def for_template(content: Any) -> str | list[MessageText | MessageImage]:
+def for_template(content: Any) -> str | list[MessageText | MessageImage | MessageFile]:
     """Convert content to that of a chat message. A single text becomes a string."""
     if isinstance(content, str):
         return content
@@ -111,7 +139,11 @@ def for_template(content: Any) -> str | list[MessageText | MessageImage]:
     return parts
 
 
-def _for_template(part: TextPart | RefusalPart | ImagePart) -> MessageText | MessageImage:
+def _for_template(
+    part: TextPart | RefusalPart | ImagePart | FilePart,
+) -> MessageText | MessageImage | MessageFile:
+    if isinstance(part, FilePart):
+        return file_part(part.url, part.filename)
     if isinstance(part, ImagePart):
         detail = part.detail if part.detail in ("auto", "low", "high") else None
         return MessageImage.model_construct(

@@ -10,7 +10,14 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from rekindle.api.base.admin import AdminClient, durability
-from rekindle.api.base.documents import DocumentClient, Lines, Stored, size_bytes
+from rekindle.api.base.documents import (
+    DocumentClient,
+    Lines,
+    PageQuery,
+    Stored,
+    list_page,
+    size_bytes,
+)
 from rekindle.api.base.fields import MAX_TOKENS
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
 from rekindle.api.base.models import ModelNumber, models_of
@@ -40,7 +47,7 @@ from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses, Response
 from rekindle.api.responses.request import Conversation, count_request, generate_request, names_of
 from rekindle.api.responses.response import ResponseObject, referenced
 from rekindle.api.responses.schema import InputTokensRequest, PromptFields, ResponsesRequest
-from rekindle.api.responses.stored import PageQuery, history_of, lane_of, list_page
+from rekindle.api.responses.stored import history_of, lane_of
 from rekindle.api.responses.truncation import fitted
 from rekindle.api.responses.websocket import Connection
 from rekindle.errors import BadRequest, NotFound, Unsupported

@@ -19,6 +19,7 @@ from rekindle.api.base.fields import (
     CacheRetention,
     Count,
     Id,
+    Metadata,
     Normalise,
     StrictModel,
     Text,
@@ -172,19 +173,6 @@ class PromptCacheOptions(StrictModel):
 
 class ConversationId(StrictModel):
     id: Id
-
-
-def _pairs(metadata: dict[str, str]) -> dict[str, str]:
-    if len(metadata) > 16 or any(
-        len(name) > 64 or len(value) > 512 for name, value in metadata.items()
-    ):
-        raise ValueError("takes at most 16 names of 64 characters, with values of 512 characters")
-    return metadata
-
-
-Metadata = Annotated[
-    dict[str, str], takes("an object whose values are strings"), AfterValidator(_pairs)
-]
 
 
 def _explained(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:

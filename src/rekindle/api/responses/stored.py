@@ -1,30 +1,17 @@
-"""Reads the items of stored responses and conversations, and lists them page by page."""
+"""Reads the items of stored responses and conversations."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import orjson
-from fastapi import Query
-from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import Response
 
-from rekindle.api.base.documents import (
-    MAX_DOCUMENT_BYTES,
-    Lines,
-    Stored,
-    as_lines,
-    size_bytes,
-)
-from rekindle.api.base.fields import MAX_ID_CHARACTERS
+from rekindle.api.base.documents import MAX_DOCUMENT_BYTES, Lines, Stored, as_lines
 from rekindle.api.responses.errors import ItemNotFound
 from rekindle.api.responses.items import new_id, stored_items
-from rekindle.errors import BadRequest
-from rekindle.http.body import run_off_loop_if_large
-from rekindle.http.responses import JsonResponse
 
 
 def history_of(stored: Stored) -> Lines:
@@ -86,44 +73,3 @@ def place_of(item_id: str, lines: Lines) -> int:
 
 def parsed(lines: Sequence[bytes]) -> list[Any]:
     return stored_items.validate_python([orjson.loads(line) for line in lines])
-
-
-class Page(BaseModel):
-    """The query of a request for a list of items."""
-
-    limit: int = Field(20, ge=1, le=100)
-    order: Literal["asc", "desc"] = Field("desc", description="desc: newest first")
-    after: str | None = Field(
-        None,
-        max_length=MAX_ID_CHARACTERS,
-        description="The id of the last item of the previous page",
-    )
-
-
-PageQuery = Annotated[Page, Query()]
-
-
-async def list_page(request: Request, lines: Lines, page: Page) -> Response:
-    size = size_bytes(lines)
-    shown = await run_off_loop_if_large(request, size, page_of, lines, **page.model_dump())
-    return JsonResponse(shown)
-
-
-def page_of(lines: Lines, *, limit: int, order: str, after: str | None) -> dict[str, Any]:
-    ordered = [orjson.loads(line) for line in (lines if order == "asc" else reversed(lines))]
-    start = 0
-    if after is not None:
-        ids = [item.get("id") for item in ordered]
-        if after not in ids:
-            raise BadRequest(
-                f"`after` takes the id of an item of this list, not {after[:128]!r}.", param="after"
-            )
-        start = ids.index(after) + 1
-    shown = ordered[start : start + limit]
-    return {
-        "object": "list",
-        "data": shown,
-        "first_id": shown[0]["id"] if shown else None,
-        "last_id": shown[-1]["id"] if shown else None,
-        "has_more": start + limit < len(ordered),
-    }

@@ -54,7 +54,7 @@ class ConversationBase(StrictModel):
         """Ask for the tokens of a conversation. `normalise` is the server's setting for chats."""
         if any(message.media for message in messages):
             raise Unsupported(
-                "images have no tokens before they are encoded: send only text",
+                "images and files have no tokens before they are read: send only text",
                 param="messages",
             )
         return Tokenize(
@@ -155,18 +155,17 @@ async def apply_template(
 ) -> Response:
     """Render a conversation as the text that the model would read."""
     runtime = models_of(request).runtime(body.model, number)
-    tokens = list((await _tokenized(body, request, runtime)).ids)
-    op = Detokenize(tokens)
-    found = await AdminClient.of_tenant(request).request(runtime, op, Detokenized)
+    found = await _tokenized(body, request, runtime, with_text=True)
+    body_of(request).hold(len(found.text))
     return JsonResponse({"prompt": found.text})
 
 
 async def _tokenized(
-    body: TemplateRequest, request: Request, runtime: RuntimeClient, *, with_tokens: bool = True
+    body: TemplateRequest, request: Request, runtime: RuntimeClient, *, with_text: bool = False
 ) -> Tokenized:
     normalise = models_of(request).config.normalise
     op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
-    op.with_tokens = with_tokens
+    op.with_tokens, op.with_text = False, with_text
     return await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
 
 
@@ -192,7 +191,7 @@ async def count_chat_tokens(
 ) -> InputTokensBody:
     """Count the tokens of a conversation as the model would read it."""
     runtime = models_of(request).runtime(body.model, number)
-    found = await _tokenized(body, request, runtime, with_tokens=False)
+    found = await _tokenized(body, request, runtime)
     return InputTokensBody(input_tokens=found.count)
 
 

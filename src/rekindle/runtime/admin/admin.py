@@ -81,6 +81,8 @@ class Admin:
                 self._pin(self._find_to_change(view, own, key), reply, pinned=pinned)
             case ops.GetDocument(key):
                 reply(ops.Document(key, self._document(own, key)))
+            case ops.ListDocuments(prefix):
+                reply((yield from self._documents(own, prefix)))
             case ops.StoreDocument() as op:
                 self._store_document(op, own, reply)
             case ops.ExportState(key, folder):
@@ -230,6 +232,16 @@ class Admin:
         if entry is None or not entry.document:
             raise CacheKeyNotFound
         return entry.document
+
+    def _documents(self, own: bytes, prefix: str) -> Pieces[ops.DocumentKeys]:
+        found = []
+        for number, entry in enumerate(self.storage.entries.of(own), start=1):
+            if entry.document and entry.key.startswith(prefix) and entry.place:
+                found.append((entry.created_at, entry.key))
+            if number % PIECE_ENTRIES == 0:
+                yield
+        found.sort()
+        return ops.DocumentKeys([key for _, key in found], [created_at for created_at, _ in found])
 
     def _store_document(self, op: ops.StoreDocument, own: bytes, reply: Reply) -> None:
         entries, disk = self.storage.entries, self.storage.disk

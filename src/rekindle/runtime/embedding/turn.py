@@ -114,22 +114,26 @@ def _shortened(embedder: Embedder, text: str) -> list[int]:
     return tokens if len(tokens) <= limit else [*tokens[: limit - 1], tokens[-1]]
 
 
-def _tokens(embedder: Embedder, place: int, given: str | list[int]) -> list[int]:
+def _tokens(embedder: Embedder, place: int, given: str | list[int | str]) -> list[int]:
+    texts = [given] if isinstance(given, str) else [each for each in given if isinstance(each, str)]
+    min_tokens = sum(map(len, texts)) // embedder.tokenizer.longest_bytes
+    if min_tokens > embedder.info.context_tokens:  # refuse it before the slow tokenising
+        raise InputTooLong("input", place, f"at least {min_tokens}", embedder.info.context_tokens)
     if isinstance(given, str):
-        min_tokens = len(given) // embedder.tokenizer.longest_bytes
-        if min_tokens > embedder.info.context_tokens:  # refuse it before the slow tokenising
-            raise InputTooLong(
-                "input", place, f"at least {min_tokens}", embedder.info.context_tokens
-            )
         return embedder.encode(given)
     last = embedder.tokenizer.size - 1
-    if not all(0 <= token <= last for token in given):
+    if not all(0 <= token <= last for token in given if isinstance(token, int)):
         raise BadRequest(
             f"`input[{place}]` has token ids of another model: this model's go from 0 to {last}; "
             "send text (LangChain: check_embedding_ctx_length=False)",
             param="input",
         )
-    return given
+    tokens: list[int] = []
+    for each in given:
+        tokens += (
+            [each] if isinstance(each, int) else embedder.tokenizer.encode(each, special=False)
+        )
+    return tokens
 
 
 def _check_lengths(inputs: Sequence[list[int]], limit: int, param: str) -> None:

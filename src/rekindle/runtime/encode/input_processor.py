@@ -134,10 +134,11 @@ class InputProcessor:
         asked, pictures, _ = self._normalised(op, tenant)
         return self._chats.encode(asked, tenant, pictures.in_prompt, recalls=True)
 
-    def encode_conversation(self, op: Tokenize) -> list[int]:
-        """Return the tokens of a conversation that gets no reply."""
+    def encode_conversation(self, op: Tokenize) -> tuple[list[int], str]:
+        """Return the tokens of a conversation that gets no reply, and its text."""
         asked, pictures, _ = self._normalised(op, b"")
-        return self._chats.plain(asked, pictures.in_prompt).tokens.ids()
+        prompt = self._chats.plain(asked, pictures.in_prompt)
+        return prompt.tokens.ids(), unescape(prompt.escaped).decode() if op.with_text else ""
 
     def encode_wrapped(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text after the model's BOS token, if it uses one."""

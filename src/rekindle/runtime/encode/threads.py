@@ -145,7 +145,7 @@ class Encoders(Generic[T]):
                     self._deliver(result)
 
 
-EncodeChat = Callable[[Tokenize], list[int]]
+EncodeChat = Callable[[Tokenize], tuple[list[int], str]]  # tokens and text
 
 
 class EncodeText(Protocol):
@@ -177,22 +177,23 @@ class Tokenisation:
         if isinstance(op, Detokenize):
             check_token_ids(op.tokens, self.tokenizer, "tokens")
             return Detokenized(b"".join(map(self._piece, op.tokens)).decode(errors="replace"))
-        tokens = self._tokens(op)
+        tokens, text = self._encoded(op)
         return Tokenized(
             len(tokens),
             self.context_tokens,
             pack_ids(tokens) if op.with_tokens else b"",
             {token: self._piece(token) for token in set(tokens)} if op.with_pieces else {},
+            text,
         )
 
-    def _tokens(self, op: Tokenize) -> list[int]:
+    def _encoded(self, op: Tokenize) -> tuple[list[int], str]:
         if op.messages is not None:
             if self.chat is None:
                 raise BadRequest("this model has no conversations: send a text", param="messages")
             return self.chat(op)
         assert op.text is not None, "the front sends messages or a text"
         encode = self.wrapped if op.add_special else self.tokenizer.encode
-        return encode(op.text, special=op.parse_special)
+        return encode(op.text, special=op.parse_special), ""
 
     def _piece(self, token: int) -> bytes:
         return self.tokenizer.piece(token, special=True)
