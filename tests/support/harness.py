@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class RuntimeHarness:
     """
 
     memory: MemoryTier | None = None  # below the other tiers
+    _step_clock: Callable[[], float] | None = None
 
     def __init__(
         self,
@@ -111,9 +113,12 @@ class RuntimeHarness:
         clock: Clock | None = None,
         pictures_bytes: int = 1 << 26,
         is_undisturbed: Callable[[], bool] = lambda: False,
+        step_clock: Callable[[], float] | None = None,
         **settings: Any,
     ) -> None:
-        """`folder` is the disk tier's, and `shelf` holds the blocks of a slow tier in memory."""
+        """`folder` is the disk tier's, and `shelf` holds the blocks of a slow tier in memory.
+        `step_clock` measures the engine's steps."""
+        self._step_clock = step_clock
         self.engine = engine
         self.capabilities = engine.capabilities
         self._events: SimpleQueue[StorageEvent] = SimpleQueue()
@@ -148,6 +153,8 @@ class RuntimeHarness:
             log=self.log_lines.append,
             idle_tokens=idle_tokens,
             is_undisturbed=is_undisturbed,
+            # By default looked up at each call, because tests replace the system's clock.
+            clock=self._step_clock or (lambda: time.perf_counter()),
         )
         self.kv, self.scheduler = self.runtime.kv, self.runtime.scheduler
         self.sessions, self.pipeline = self.runtime.sessions, self.runtime.pipeline

@@ -189,6 +189,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     tool_use: ToolUse = ToolUse()
     structured_output: StructuredOutput | None = None
     priority: int = 0  # among the turns of one tenant, those of higher priority run first
+    outranks: bool = False  # sent with an admin key: its priority counts against other tenants too
     normalise: Normalise = True
     names: Names | None = None
     prepare: Prepare | None = None

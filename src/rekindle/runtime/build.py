@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,12 +71,13 @@ def build(
     log: Callable[[LogLine], None],
     idle_tokens: int | None = None,
     is_undisturbed: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Runtime:
     """Build a runtime.
 
     `emit` receives the events of turns, and `log` lines for the server's log. `idle_tokens` limits
     how much of the engine's pool finished sequences may hold. `is_undisturbed` tells whether
-    nothing but running turns wants the engine's thread.
+    nothing but running turns wants the engine's thread. `clock` measures the engine's steps.
     """
     template = _template(engine, log)
     encoder = Encoder(engine.tokenizer, template)
@@ -89,7 +91,9 @@ def build(
     pipeline = Pipeline(engine, input_processor, sessions, admission, kv)
     pictures = PictureEncoder(engine, storage.pictures)
     parallel = storage.settings.parallel
-    scheduler = Scheduler(engine, kv, pictures, pipeline, emit, is_undisturbed, parallel=parallel)
+    scheduler = Scheduler(
+        engine, kv, pictures, pipeline, emit, is_undisturbed, parallel=parallel, clock=clock
+    )
     preview = Preview(template, engine.tokenizer.control_texts)
     cache_info = CacheInfo(
         storage, planner, preview, kv.counts, pipeline.statuses, lambda: scheduler.turns

@@ -48,11 +48,13 @@ class RequestBuilder:
     config: Config
     salt: bytes  # of the tenant
     session: str | None = None  # from the affinity header
+    is_admin: bool = False  # its priority counts against other tenants, too
 
     @classmethod
     def of(cls, http: Request, runtime: RuntimeClient) -> RequestBuilder:
-        session = http.headers.get(AFFINITY_HEADER)
-        return cls(models_of(http).config_of(runtime), caller_of(http).salt, session)
+        session, caller = http.headers.get(AFFINITY_HEADER), caller_of(http)
+        config = models_of(http).config_of(runtime)
+        return cls(config, caller.salt, session, caller.admin)
 
     def build(
         self,
@@ -88,6 +90,7 @@ class RequestBuilder:
             kv_bits=or_default(kv_bits, config.kv_bits),
             kv_quantization_start=or_default(kv_quantization_start, config.kv_quantization_start),
             salt=self.salt,
+            outranks=self.is_admin,
             **fields,
         )
 
