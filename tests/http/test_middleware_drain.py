@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
-from rekindle.http import middleware as drain
 from tests.api.live import live, soon
 from tests.api.scripted import (
     HELLO,
@@ -57,11 +54,9 @@ def test_an_idle_server_exits_immediately() -> None:
         soon(lambda: server.has_ended)
 
 
-def test_a_reply_that_outlasts_the_deadline_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(drain, "DRAIN_S", 0.3)
-    with live(Front(ScriptedRuntime(HELD))) as server, server.client() as client:
+def test_a_reply_that_outlasts_the_deadline_ends_with_an_error() -> None:
+    front = Front(ScriptedRuntime(HELD))
+    with live(front, drain_timeout_s=0.3) as server, server.client() as client:
         with client.stream("POST", CHAT, json=STREAM) as stream:
             server.signal()
             found = events("".join(stream.iter_text()))

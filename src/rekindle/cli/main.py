@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from rekindle.cli import cache as cache_cli
+from rekindle.cli import tenants as tenants_cli
 from rekindle.cli.cache import LOCAL_SERVER, SETTINGS_PLACES, ApiKey, AsJson, BaseUrl
 from rekindle.cli.cache_views import show
 from rekindle.cli.flags import takes_settings
@@ -32,6 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_cli.app)
+app.add_typer(tenants_cli.app)
 console = Console(stderr=True)
 
 INTERRUPTED = 128 + 2  # exit status after Ctrl-C, as shells report it
@@ -69,7 +72,8 @@ def serve(config: ConfigFile = None, **flags: Any) -> None:
     with QuietImports():
         from rekindle.front.launch import serve as run_server
 
-    run_server(load_config(flags, file=config), console)
+    load = partial(load_config, flags, file=config)
+    run_server(load(), console, load)
 
 
 @app.command()
@@ -307,16 +311,30 @@ def key(
         Path | None, typer.Option(help="Append the key to this file, for --api-keys-file")
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Make an admin key")] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="Limit or group, such as requests_per_minute=60; repeatable"),
+    ] = None,
 ) -> None:
-    """Make an API key. It is shown only once, because the file stores its digest."""
-    from rekindle.http import auth
+    """Make an API key. It is shown only once, because the file stores its digest. A second key of
+    the same name belongs to the same tenant."""
+    from rekindle.http import key_file
 
-    secret = auth.new_key()
-    line = auth.key_line(name, secret, admin=admin)
+    secret, options = key_file.new_key(), option or []
+    known = None if file is None else key_file.options_of_tenant(file, name, options)
+    line = key_file.key_line(name, secret, admin=admin, options=options if known is None else known)
     if file is None:
         console.print("The key, and the line to add to the file of --api-keys-file:")
     else:
-        auth.append_key_line(file, line)
+        key_file.append_key_line(file, line)
+    if known is not None:
+        console.print(
+            f"{name} has a key in {file} already. The new key belongs to the same tenant, with the "
+            "same cache. To end the old key, delete its line.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     typer.echo(secret)
     if file is None:
         typer.echo(line)

@@ -24,7 +24,7 @@ from rekindle.api.base import fields
 from rekindle.api.base.documents import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.base.models import ServedModels
 from rekindle.api.base.request import MEDIA
-from rekindle.api.cache import entries, files, internal, prepare, stats
+from rekindle.api.cache import entries, files, internal, prepare, stats, tenants
 from rekindle.api.llama_server import routes as llama_server
 from rekindle.api.llama_server.errors import LLAMA_ERRORS, speaks_llama_server
 from rekindle.api.ollama import embed as ollama_embed
@@ -44,8 +44,10 @@ from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
 from rekindle.front import docs, metrics
 from rekindle.front.openapi import EVERY_OPERATION, DocumentedApp
-from rekindle.http.auth import KeyFile, Keys
+from rekindle.http.auth import KEYS, Keys
 from rekindle.http.body import VALIDATORS, open_validators
+from rekindle.http.key_file import KeyFile
+from rekindle.http.limits import ACCOUNTS, Accounts
 from rekindle.http.middleware import Drain, RequestMiddleware
 from rekindle.http.responses import (
     OPENAI_ERRORS,
@@ -82,6 +84,7 @@ ROUTERS = (
     entries.listing_router,
     entries.router,
     internal.router,
+    tenants.router,
     tokens.router,
     metrics.router,
     docs.router,
@@ -94,11 +97,12 @@ def build_app(
     keys: Keys | None = None,
     drain: Drain | None = None,
 ) -> RequestMiddleware:
+    keys, accounts = keys or api_keys(config), Accounts()
     app = DocumentedApp(
         title="Rekindle",
         version=__version__,
         summary="An OpenAI-compatible server that never computes the same prompt twice.",
-        lifespan=partial(_lifespan, config, models),
+        lifespan=partial(_lifespan, config, models, {KEYS: keys, ACCOUNTS: accounts}),
         redirect_slashes=False,  # a redirect would echo a forged Host header
         docs_url=None,  # FastAPI's pages load scripts from a CDN
         redoc_url=None,
@@ -110,13 +114,14 @@ def build_app(
         app.add_exception_handler(gone, _on_client_gone)
     return RequestMiddleware(
         app,
-        keys or api_keys(config),
+        keys,
         config.host,
         drain=drain,
         names=config.allowed_host,
         origins=config.cors_origin,
         versioned=_versioned(),
         error_format=_error_format,
+        accounts=accounts,
     )
 
 
@@ -138,15 +143,17 @@ def api_keys(config: Config) -> Keys:
 
 @asynccontextmanager
 async def _lifespan(
-    config: Config, models: ServedModels, _app: FastAPI
+    config: Config, models: ServedModels, access: dict[str, Any], _app: FastAPI
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the state that requests share, from the start of the server to its end."""
+    """Yield the state that requests share, from the start of the server to its end. `access` is the
+    part of it that knows the tenants."""
     await asyncio.to_thread(files.remove_left_over_folders)
     media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
     background = BackgroundResponses()
     try:
         with open_validators() as validators:
             yield {
+                **access,
                 "models": models,
                 VALIDATORS: validators,
                 MEDIA: media,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 
 from fastapi import APIRouter
 from prometheus_client.core import (
@@ -22,6 +24,7 @@ from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import models_of
 from rekindle.errors import Forbidden, ServerError
 from rekindle.http.auth import caller_of
+from rekindle.http.limits import Usage, accounts_of
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 from rekindle.worker.client import RuntimeClient
@@ -51,6 +54,17 @@ COUNTERS = {
     "picture_hits": "Images whose encoding was reused.",
 }
 
+#: Fields of Usage, and their descriptions.
+TENANT_COUNTERS = {
+    "accepted_requests": "POST requests of a tenant.",
+    "refused_requests": "Requests that a limit of the tenant's key refused.",
+    "computed_prompt_tokens": "Computed prompt tokens of a tenant.",
+    "reused_prompt_tokens": "Reused prompt tokens of a tenant.",
+    "generated_tokens": "Generated tokens of a tenant.",
+}
+MAX_TENANT_LABELS = 100
+OTHER_TENANTS = "(others)"  # no key can have this name
+
 _gauge = partial(GaugeMetricFamily, labels=["model"])
 _counter = partial(CounterMetricFamily, labels=["model"])
 
@@ -66,6 +80,7 @@ async def show_metrics(request: Request) -> Response:
     client = AdminClient.of(request)
     stats = await asyncio.gather(*(_stats(client, runtime) for runtime in runtimes))
     content = generate_latest(ModelMetrics(list(zip(runtimes, stats, strict=True))))
+    content += generate_latest(TenantMetrics(list(accounts_of(request).used.values())))
     return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
@@ -76,6 +91,38 @@ async def _stats(client: AdminClient, runtime: RuntimeClient) -> Stats | None:
             return await client.request(runtime, GetStats(of_entries=False), Stats)
     except (ServerError, TimeoutError):
         return None
+
+
+class TenantMetrics(Collector):
+    """The use of tenants by name. Above a number of names, those that used least are added up."""
+
+    def __init__(self, used: Sequence[Usage]) -> None:
+        named = [usage for usage in used if usage.name]
+        order = sorted(named, key=lambda usage: -usage.accepted_requests)
+        self._labels = {usage.name for usage in order[:MAX_TENANT_LABELS]}
+        self._used = named
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._family(
+            GaugeMetricFamily, "open_turns", "Turns that wait or run.", lambda use: use.open_turns
+        )
+        for field, text in TENANT_COUNTERS.items():
+            yield self._family(CounterMetricFamily, field, text, attrgetter(field))
+
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        value: Callable[[Usage], int],
+    ) -> Metric:
+        totals: Counter[str] = Counter()
+        for usage in self._used:
+            totals[usage.name if usage.name in self._labels else OTHER_TENANTS] += value(usage)
+        family = kind(f"rekindle_tenant_{name}", text, labels=["tenant"])
+        for tenant, total in totals.items():
+            family.add_metric([tenant], total)
+        return family
 
 
 class ModelMetrics(Collector):

@@ -46,6 +46,8 @@ DecodeVideo = Callable[[bytes, Sizing, FrameSampling], list[Frame]]
 def main() -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches us too, but the front decides
         signal.signal(stop, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):  # a closed terminal does not end the server
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # warnings about odd files help nobody here
     _warm_up_images()
     decode_video = _video_decoder()

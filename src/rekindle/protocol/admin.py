@@ -170,9 +170,39 @@ class RemoveOld(Struct, tag=True):
     seconds: float
 
 
-Lookup = ListEntries | ShowEntry | GetStats | Validate | GetDocument | Tokenize | Detokenize
+class NameTenants(Struct, tag=True):
+    """Tell how EntryInfo names the tenants with these salts. Returns TenantIds."""
+
+    salts: list[bytes]
+    groups: list[str] = []
+
+
+class TenantIds(Struct, tag=True):
+    """In the order of the request: of the tenants, of state that all share, and of the groups."""
+
+    tenants: list[str]
+    shared: str
+    groups: list[str]
+
+
+class RemoveTenant(Struct, tag=True):
+    """End the tenant's turns and remove everything that is stored for it. Returns Removed."""
+
+    salt: bytes
+
+
+Lookup = (
+    ListEntries
+    | ShowEntry
+    | GetStats
+    | Validate
+    | GetDocument
+    | NameTenants
+    | Tokenize
+    | Detokenize
+)
 Creation = IndexPrompt | Flush | ExportState | ImportState | StoreDocument | PinEntry
-Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld
+Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld | RemoveTenant
 AdminOp = Lookup | Creation | Removal
 
 
@@ -181,6 +211,7 @@ class AdminRequest(Struct, tag=True, kw_only=True):
 
     id: int
     salt: bytes
+    groups: list[str] = []  # of the tenant, whose shared entries it may look up
     admin: bool = False
     op: AdminOp
     request_id: str | None = None  # of the HTTP request, for the log
@@ -291,7 +322,7 @@ class Removed(Struct, tag=True):
 
 
 EntryResult = EntryInfo | EntryList | StateFile | Document | DocumentStored | Removed
-AdminResult = EntryResult | Stats | Validation | Tokenized | Detokenized
+AdminResult = EntryResult | Stats | Validation | TenantIds | Tokenized | Detokenized
 
 
 class AdminReply(Struct, tag=True):

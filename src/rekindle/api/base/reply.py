@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from rekindle.api.base.admin import refine_reason
 from rekindle.errors import ReportedError, ServerError, Unavailable
+from rekindle.http.limits import current_tenant
 from rekindle.http.logs import current_id
 from rekindle.http.middleware import received_s
 from rekindle.http.responses import (
@@ -251,6 +252,7 @@ class Reply(ABC):
         self._requests = requests
         self._headers = headers
         self._others = others
+        self._tenant = current_tenant()  # events arrive outside of the request's context
         self._finished: dict[int, Finished] = {}  # by the turn's index
         self._turns: Turns | None = None
         self._stream: EventStream | None = None
@@ -379,7 +381,8 @@ class Reply(ABC):
     def _record(self, index: int, event: Event) -> None:
         if isinstance(event, Finished):
             self._finished[index] = event
-            log.info("%s", log_line(event))
+            tenant = f"tenant {self._tenant}, " if self._tenant else ""
+            log.info("%s%s", tenant, log_line(event))
 
     async def _refine_report(self) -> None:
         """Refine the reason in the report of the first turn, which is the turn with the names."""

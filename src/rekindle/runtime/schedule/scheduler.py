@@ -367,8 +367,11 @@ class Scheduler:
     def _retire_ended(self) -> None:
         """Keep what ended turns computed and free what they hold. Each leaves the list first,
         because keeping its state may break the engine."""
+        has_ended = bool(self._queues.ended)
         while self._queues.ended:
             self._kv.retire(self._queues.ended.pop(0))
+        if has_ended:
+            self._kv.enforce_cache_limits()
 
     def _preempt(self, batch: Batch) -> None:
         """Make room in a full pool. If idle sequences do not free enough, a turn has to wait."""
