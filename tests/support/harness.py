@@ -264,14 +264,14 @@ class RuntimeHarness:
             salt=salt,
         )
         processor = self.runtime.input_processor
-        is_shared = asked.prepare is not None and asked.prepare.shared
-        tenant = processor.shared_namespace if is_shared else processor.namespace(salt)
+        tenant = processor.owner(asked)
         hashes = ConversationHashes(asked.messages, asked.tools) if asked.messages else None
         return self.take(
             EncodedRequest(
                 request=asked,
                 prompt=prompt,
                 namespace=tenant,
+                groups=processor.group_namespaces(asked.groups),
                 precision=precision(asked, self.capabilities, tenant),
                 decoding=ReplyDecoding(end_tokens=self.engine.tokenizer.end_tokens),
                 hashes=hashes,
@@ -353,12 +353,13 @@ class RuntimeHarness:
         *,
         salt: bytes = b"",
         admin: bool = False,
+        groups: Seq[str] = (),
         prompt: Prompt | EncodedPrompt | None = None,
     ) -> AdminResult:
         """The result of an admin request; events are taken in until it comes."""
         encoded = EncodedPrompt(prompt) if isinstance(prompt, Prompt) else prompt
         results: list[AdminResult] = []
-        request = AdminRequest(id=1, salt=salt, admin=admin, op=op)
+        request = AdminRequest(id=1, salt=salt, groups=list(groups), admin=admin, op=op)
         for _ in self.runtime.admin.answer(request, encoded, results.append):
             pass  # between two work items
         while not results:

@@ -367,7 +367,7 @@ def build_server(
             ws_max_size=LIMITS.body_bytes,
             log_config=None,
             log_level="warning" if config.log_level == "info" else config.log_level,
-            timeout_graceful_shutdown=0,  # the server drains before uvicorn shuts down
+            timeout_graceful_shutdown=2,  # to close connections; requests are drained before
             lifespan="on",
             ssl_certfile=config.tls_cert,
             ssl_keyfile=config.tls_key,

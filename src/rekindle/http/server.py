@@ -62,6 +62,5 @@ class Server(uvicorn.Server):
                 for task in tasks:  # here, because uvicorn would log an error
                     task.cancel()
             if not tasks or (self._ended_s is not None and now_s > self._ended_s + LAST_BYTES_S):
-                self.config.timeout_graceful_shutdown = 0  # the requests have had their time
                 self.should_exit = True
         return await super().on_tick(counter)

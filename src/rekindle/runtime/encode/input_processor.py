@@ -96,7 +96,7 @@ class InputProcessor:
     def _group_namespace(self, group: str) -> bytes:
         return self.namespace(SHARED_SALT + b"\0" + group.encode())
 
-    def _owner(self, request: GenerateRequest) -> bytes:
+    def owner(self, request: GenerateRequest) -> bytes:
         """The namespace in which the state of a request is stored."""
         shared = request.prepare.shared if request.prepare is not None else False
         if isinstance(shared, str):
@@ -110,7 +110,7 @@ class InputProcessor:
         """
         check_token_ids(request.sampling.logit_bias, self.tokenizer, "logit_bias")
         check_token_ids(request.stop_token_ids, self.tokenizer, "stop_token_ids")
-        tenant = self._owner(request)
+        tenant = self.owner(request)
         request, pictures, changes = self._normalised(request, tenant)
         whole = self._prompt(request, tenant, pictures.in_prompt)
         encoded = self._truncated(whole, request)
