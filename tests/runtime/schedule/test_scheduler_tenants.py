@@ -294,6 +294,18 @@ def test_eight_tokens_begin_within_two_seconds_next_to_forty_long_urgent_turns()
     assert now_s(harness) - asked_s < 2
 
 
+def test_a_short_prompt_does_not_share_its_step_with_the_long_ones_of_other_tenants() -> None:
+    harness = paced(parallel=8)
+    for at in range(4):
+        harness.submit(list(range(at, at + 3000)), salt=A, max_tokens=1)
+    while now_s(harness) < 5:
+        harness.scheduler.step()
+    asked_s, short = now_s(harness), harness.submit([7] * 20, salt=B, max_tokens=1)
+    harness.scheduler.step()
+    assert short.ended
+    assert now_s(harness) - asked_s < 0.1
+
+
 def test_a_turn_that_waits_takes_a_place_of_a_tenant_that_holds_all_of_them() -> None:
     alone = paced(parallel=4)
     undisturbed = [alone.ask([at, at], salt=A, max_tokens=800).tokens for at in range(4)]

@@ -113,7 +113,8 @@ class Batcher:
     turns after a quantum of a few chunks.
     """
 
-    # On a GPU, prompts with at most this much left do not wait for the budget of long ones.
+    # Prompts with at most this much left do not wait for the long ones of other tenants, nor, on a
+    # GPU, for their budget.
     SHORT_TOKENS = 64
 
     def __init__(self, capabilities: Capabilities, parallel: int, share: EngineShare) -> None:
@@ -153,8 +154,13 @@ class Batcher:
         by_tenant: dict[bytes, list[Turn]] = {}
         for turn in turns:
             by_tenant.setdefault(turn.tenant, []).append(turn)
-        order = sorted(by_tenant, key=self._share.received_s)
-        fair = interleaved(by_tenant[tenant] for tenant in order)
+
+        def order(tenant: bytes) -> tuple[float, int]:
+            """Among equal tenants, such as one that has just come, the shortest prompt is first."""
+            pending = min(turn.pending_tokens for turn in by_tenant[tenant])
+            return self._share.received_s(tenant), pending
+
+        fair = interleaved(by_tenant[tenant] for tenant in sorted(by_tenant, key=order))
         return sorted(fair, key=lambda turn: -turn.rank)  # stable
 
     def compose(self, running: list[Turn], waiting: int = 0) -> Batch:
@@ -173,7 +179,7 @@ class Batcher:
             prefilling = self._within_lead(prefilling, running)
         prefilling = self.in_prefill_order(prefilling)
         limit, budget = self._max_chunk_tokens(running), self._budget if batch.decoding else None
-        if budget:
+        if budget or len({turn.tenant for turn in prefilling}) > 1:
             prefilling = self._short_first(prefilling)
         pending = sum(turn.pending_tokens for turn in prefilling)
         if budget:
