@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
+from rekindle.front.operating import Server
 from rekindle.http.middleware import Drain
 from rekindle.http.protocol import HttpProtocol
-from rekindle.http.server import Server
 from tests.api.scripted import Front
 
 PATIENCE_S = 10.0

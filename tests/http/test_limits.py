@@ -12,7 +12,7 @@ import pytest
 
 from rekindle.errors import BadRequest, RateLimited
 from rekindle.http.key_file import key_line
-from rekindle.http.limits import WINDOW_S, Account, Accounts, KeyLimits, Window
+from rekindle.http.limits import WINDOW_S, Account, Accounts, KeyLimits, MinuteWindow
 from tests.api.live import live
 from tests.api.scripted import HELLO, Front, ScriptedRuntime
 from tests.support.rounds import rounds
@@ -36,7 +36,7 @@ def account(clock: Clock, **limits: Any) -> Account:
 
 
 def test_a_window_holds_what_was_added_in_the_last_minute() -> None:
-    window = Window()
+    window = MinuteWindow()
     for at_s in (0.0, 0.5, 30.0):
         window.add(2, at_s)
     assert window.total(30.0) == 6

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from rekindle.front.metrics import ModelMetrics
+from rekindle.front.metrics import ModelMetrics, TenantMetrics
 from tools.reference.markdown import code, fill, table
 
 
@@ -16,7 +16,7 @@ def render() -> str:
 
 
 def _rows() -> Iterator[tuple[str, str, str]]:
-    for metric in ModelMetrics([]).collect():
+    for metric in (*ModelMetrics([]).collect(), *TenantMetrics([]).collect()):
         yield code(exported_name(metric)), metric.type, metric.documentation
 
 

@@ -24,7 +24,7 @@ from rekindle.api.base import fields
 from rekindle.api.base.documents import DOCUMENT_SLOTS, DocumentSlots
 from rekindle.api.base.models import ServedModels
 from rekindle.api.base.request import MEDIA
-from rekindle.api.cache import entries, files, internal, prepare, stats, tenants
+from rekindle.api.cache import entries, files, internal, prepare, stats
 from rekindle.api.llama_server import routes as llama_server
 from rekindle.api.llama_server.errors import LLAMA_ERRORS, speaks_llama_server
 from rekindle.api.ollama import embed as ollama_embed
@@ -42,7 +42,7 @@ from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
-from rekindle.front import docs, metrics
+from rekindle.front import docs, metrics, tenants
 from rekindle.front.openapi import EVERY_OPERATION, DocumentedApp
 from rekindle.http.auth import KEYS, Keys
 from rekindle.http.body import VALIDATORS, open_validators

@@ -37,14 +37,13 @@ from rekindle.errors import ConfigError, ModelError
 from rekindle.front.announcement import announce
 from rekindle.front.app import api_keys, build_app
 from rekindle.front.gpus import unused_gpus
-from rekindle.front.operating import DrainReport, Reloader
+from rekindle.front.operating import DrainReport, OnDrain, Reloader, Server
 from rekindle.front.warmup import warm
 from rekindle.http.auth import LOOPBACK, Keys
 from rekindle.http.body import LIMITS
 from rekindle.http.logs import log_to
 from rekindle.http.middleware import Drain
 from rekindle.http.protocol import HttpProtocol
-from rekindle.http.server import OnDrain, Server
 from rekindle.models.gguf import check_gguf
 from rekindle.models.progress import progress_bar, progress_on
 from rekindle.models.pull import find_projector, loadable, pull

@@ -24,7 +24,7 @@ from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import models_of
 from rekindle.errors import Forbidden, ServerError
 from rekindle.http.auth import caller_of
-from rekindle.http.limits import Usage, accounts_of
+from rekindle.http.limits import TenantUse, accounts_of
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 from rekindle.worker.client import RuntimeClient
@@ -54,7 +54,7 @@ COUNTERS = {
     "picture_hits": "Images whose encoding was reused.",
 }
 
-#: Fields of Usage, and their descriptions.
+#: Fields of TenantUse, and their descriptions.
 TENANT_COUNTERS = {
     "accepted_requests": "POST requests of a tenant.",
     "refused_requests": "Requests that a limit of the tenant's key refused.",
@@ -96,7 +96,7 @@ async def _stats(client: AdminClient, runtime: RuntimeClient) -> Stats | None:
 class TenantMetrics(Collector):
     """The use of tenants by name. Above a number of names, those that used least are added up."""
 
-    def __init__(self, used: Sequence[Usage]) -> None:
+    def __init__(self, used: Sequence[TenantUse]) -> None:
         named = [usage for usage in used if usage.name]
         order = sorted(named, key=lambda usage: -usage.accepted_requests)
         self._labels = {usage.name for usage in order[:MAX_TENANT_LABELS]}
@@ -114,7 +114,7 @@ class TenantMetrics(Collector):
         kind: type[GaugeMetricFamily | CounterMetricFamily],
         name: str,
         text: str,
-        value: Callable[[Usage], int],
+        value: Callable[[TenantUse], int],
     ) -> Metric:
         totals: Counter[str] = Counter()
         for usage in self._used:

@@ -38,7 +38,7 @@ class KeyLimits:
 NO_LIMITS = KeyLimits()
 
 
-class Window:
+class MinuteWindow:
     """A sum over the last minute, in steps of a second."""
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ def _expiry_s(second: int) -> int:
 
 
 @dataclass(slots=True)
-class Usage:
+class TenantUse:
     """What one tenant uses, and what it has used since the start of the server."""
 
     name: str
-    requests: Window = field(default_factory=Window)
-    tokens: Window = field(default_factory=Window)
+    requests: MinuteWindow = field(default_factory=MinuteWindow)
+    tokens: MinuteWindow = field(default_factory=MinuteWindow)
     open_turns: int = 0
     accepted_requests: int = 0
     refused_requests: int = 0
@@ -92,7 +92,7 @@ class Usage:
 class Account:
     """The use of a tenant, and the limits of the key with which it sends a request."""
 
-    def __init__(self, usage: Usage, limits: KeyLimits, clock: Callable[[], float]) -> None:
+    def __init__(self, usage: TenantUse, limits: KeyLimits, clock: Callable[[], float]) -> None:
         self.usage = usage
         self.limits = limits
         self._clock = clock
@@ -159,22 +159,22 @@ class Accounts:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._usage: dict[bytes, Usage] = {}
+        self._usage: dict[bytes, TenantUse] = {}
 
     @property
-    def used(self) -> dict[bytes, Usage]:
+    def used(self) -> dict[bytes, TenantUse]:
         """By the salt of the tenant."""
         return dict(self._usage)
 
     def of(self, salt: bytes, name: str, limits: KeyLimits) -> Account:
-        usage = self._usage.setdefault(salt, Usage(name))
+        usage = self._usage.setdefault(salt, TenantUse(name))
         usage.name = name
         return Account(usage, limits, self._clock)
 
     def forget(self, salt: bytes) -> None:
         """Forget a tenant's totals. Its open turns and its last minute still count."""
         if usage := self._usage.get(salt):
-            kept = Usage(usage.name, usage.requests, usage.tokens, usage.open_turns)
+            kept = TenantUse(usage.name, usage.requests, usage.tokens, usage.open_turns)
             self._usage[salt] = kept
 
 

@@ -36,7 +36,9 @@ from rekindle.runtime.storage.storage import Storage
 
 Reply = Callable[[ops.AdminResult], None]
 NAME_KINDS = (PROJECT, MESSAGE, SESSION, NUMBER)  # names that serve as a key, in this order
-Removal = ops.DeleteEntry | ops.RemoveSession | ops.RemoveOld | ops.CollectExpired  # of entries
+Removal = (
+    ops.DeleteEntry | ops.RemoveSession | ops.RemoveOld | ops.CollectExpired | ops.RemoveTenant
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,6 @@ class Admin:
                 raise AssertionError("an encoder thread answers it")
             case ops.NameTenants(salts, names):
                 reply(self._tenant_ids(salts, names))
-            case ops.RemoveTenant(salt):
-                removed = yield from self._remove_tenant(salt)
-                self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
             case op:
                 removed = yield from self._remove(op, view, own)
                 self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
@@ -141,6 +140,8 @@ class Admin:
     def _remove(self, op: Removal, view: View, own: bytes) -> Pieces[ops.Removed]:
         entries, remove = self.storage.entries, self.storage.entries.remove
         match op:
+            case ops.RemoveTenant(salt):
+                return self._remove_tenant(salt)
             case ops.DeleteEntry(key):
                 return _removing([self._find_to_change(view, own, key)], remove)
             case ops.RemoveSession(name):

@@ -16,7 +16,7 @@ from rekindle.api.responses.background import BACKGROUND
 from rekindle.errors import Forbidden, NotFound
 from rekindle.http.auth import caller_of, keys_of
 from rekindle.http.key_file import KnownKey, parse_digest
-from rekindle.http.limits import Usage, accounts_of
+from rekindle.http.limits import TenantUse, accounts_of
 from rekindle.http.responses import documented
 from rekindle.protocol.admin import Removed, RemoveTenant
 
@@ -50,13 +50,13 @@ async def list_tenants(request: Request) -> Tenants:
     salts = dict.fromkeys(key.salt for key in known)
     return Tenants(
         tenants=[
-            _described([key for key in known if key.salt == salt], used.get(salt, Usage("")))
+            _described([key for key in known if key.salt == salt], used.get(salt, TenantUse("")))
             for salt in salts
         ]
     )
 
 
-def _described(keys: list[KnownKey], usage: Usage) -> TenantBody:
+def _described(keys: list[KnownKey], usage: TenantUse) -> TenantBody:
     return TenantBody(
         name=keys[0].name,
         keys=len(keys),
