@@ -87,7 +87,7 @@ def nginx(folder: Path, upstream: str) -> Iterator[httpx.Client]:
         process.wait(START_S)
 
 
-LONG_WORDS, SHORT_PROMPTS = 6000, 49
+LONG_WORDS, SHORT_PROMPTS = 5000, 49
 
 
 @pytest.fixture
