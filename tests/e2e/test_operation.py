@@ -122,7 +122,7 @@ def test_explain_shows_where_a_request_differs_from_an_entry(
     assert told["diverged_at"]["message"] == 1
 
 
-def test_a_stopping_server_refuses_new_requests_and_ends_at_the_second_signal(
+def test_a_stopping_server_refuses_new_requests_and_ends_streams_at_the_second_signal(
     tmp_path: Path,
 ) -> None:
     model = write_llama(tmp_path / "tiny.gguf", context=32768)
@@ -132,7 +132,7 @@ def test_a_stopping_server_refuses_new_requests_and_ends_at_the_second_signal(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(model, tmp_path, *flags))
         client = stack.enter_context(server.client())
-        streams = [client.stream("POST", "/v1/chat/completions", json=endless) for _ in range(4)]
+        streams = [client.stream("POST", "/v1/chat/completions", json=endless) for _ in range(20)]
         lines = [stack.enter_context(stream).iter_lines() for stream in streams]
         assert all(next(each) for each in lines)
         server.process.send_signal(signal.SIGTERM)
@@ -142,7 +142,15 @@ def test_a_stopping_server_refuses_new_requests_and_ends_at_the_second_signal(
         assert refused.headers["retry-after"]
         assert server.process.poll() is None, "it did not wait for its streams"
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == -signal.SIGTERM
+        for each in lines:
+            *_, error, done = filter(None, each)
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+            assert done == "data: [DONE]"
+        assert server.process.wait(60) == 0
+    log = server.log.read_text()
+    assert "waiting for 20 requests" in log
+    assert "Traceback" not in log
+    assert " ERROR " not in log
 
 
 def await_refusal(server: Server) -> None:

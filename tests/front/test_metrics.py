@@ -6,6 +6,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from rekindle.front.metrics import MAX_TENANT_LABELS, OTHER_TENANTS, TenantMetrics
+from rekindle.http.limits import TenantUse
 from tests.api.cache.entries import answering, stats
 from tests.api.scripted import Front, ScriptedRuntime, error
 
@@ -19,6 +21,7 @@ def samples(answer: httpx.Response) -> Samples:
         (sample.name, sample.labels["model"]): sample.value
         for family in text_string_to_metric_families(answer.text)
         for sample in family.samples
+        if "model" in sample.labels  # the others are of tenants
     }
 
 
@@ -85,3 +88,30 @@ def test_with_keys_metrics_need_an_admin_key() -> None:
     assert runtime.admin_requests == []
     assert samples(asked_by("root"))["rekindle_up", "tiny"] == 1
     assert runtime.admin_request.admin
+
+
+def of_tenants(used: list[TenantUse]) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels["tenant"]): sample.value
+        for metric in TenantMetrics(used).collect()
+        for sample in metric.samples
+    }
+
+
+def test_metrics_of_tenants_have_their_names_and_their_use() -> None:
+    found = of_tenants([TenantUse("alice", generated_tokens=7, open_turns=2), TenantUse("")])
+    assert found["rekindle_tenant_generated_tokens_total", "alice"] == 7
+    assert found["rekindle_tenant_open_turns", "alice"] == 2
+    assert {tenant for _, tenant in found} == {"alice"}  # the server's own work has no name
+
+
+def test_many_tenants_have_few_labels_and_nothing_is_lost() -> None:
+    used = [TenantUse(f"t{at}", accepted_requests=at + 1) for at in range(3 * MAX_TENANT_LABELS)]
+    requests = {
+        tenant: value
+        for (name, tenant), value in of_tenants(used).items()
+        if name == "rekindle_tenant_accepted_requests_total"
+    }
+    assert len(requests) == MAX_TENANT_LABELS + 1
+    assert sum(requests.values()) == sum(each.accepted_requests for each in used)
+    assert OTHER_TENANTS in requests
