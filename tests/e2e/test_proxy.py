@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -61,10 +60,14 @@ class Proxied:
     server: Server
     client: httpx.Client
 
-    def chat(self, text: str, **more: Any) -> str:
+    def stream(self, text: str) -> contextlib.AbstractContextManager[httpx.Response]:
+        messages = [{"role": "user", "content": text}]
+        body = {"messages": messages, "stream": True, "max_tokens": 4}
+        return self.client.stream("POST", "/v1/chat/completions", json=body)
+
+    def chat(self, text: str) -> str:
         """A streamed response, which must not end early."""
-        body = {"messages": [{"role": "user", "content": text}], "stream": True, **more}
-        with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        with self.stream(text) as answer:
             assert answer.status_code == 200, answer.read()
             return "".join(answer.iter_text())
 
@@ -104,9 +107,9 @@ def words(count: int) -> str:
 
 def test_a_prompt_that_takes_a_minute_and_49_short_ones_all_end_well(proxied: Proxied) -> None:
     with ThreadPoolExecutor(SHORT_PROMPTS + 1) as pool:
-        long = pool.submit(proxied.chat, words(LONG_WORDS), max_tokens=4)
+        long = pool.submit(proxied.chat, words(LONG_WORDS))
         short = [
-            pool.submit(proxied.chat, f"Say the number {number}.", max_tokens=4)
+            pool.submit(proxied.chat, f"Say the number {number}.")
             for number in range(SHORT_PROMPTS)
         ]
         texts = [each.result() for each in (*short, long)]
@@ -117,15 +120,16 @@ def test_a_prompt_that_takes_a_minute_and_49_short_ones_all_end_well(proxied: Pr
 def test_a_restart_of_the_model_ends_streams_with_an_error_event_and_then_serves_again(
     proxied: Proxied,
 ) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        streams = [
-            pool.submit(proxied.chat, words(LONG_WORDS) + str(number), max_tokens=4)
+    with contextlib.ExitStack() as stack:
+        answers = [
+            stack.enter_context(proxied.stream(words(LONG_WORDS) + str(number)))
             for number in range(4)
         ]
-        time.sleep(2)
+        parts = [answer.iter_text() for answer in answers]
+        begun = [next(part) for part in parts]
         for pid in proxied.server.worker_pids():
             os.kill(pid, signal.SIGKILL)
-        texts = [each.result() for each in streams]
+        texts = [first + "".join(rest) for first, rest in zip(begun, parts, strict=True)]
     for text in texts:
         assert "model_restarting" in text
         assert text.endswith("data: [DONE]\n\n")
