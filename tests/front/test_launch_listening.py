@@ -18,7 +18,17 @@ from rekindle.front.launch import bound_socket, check_settings
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-    files = ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-keyout", key, "-out", cert]
+    files = [
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+        "-keyout",
+        str(key),
+        "-out",
+        str(cert),
+    ]
     subprocess.run([*command, *files], check=True, capture_output=True)
     return cert, key
 
