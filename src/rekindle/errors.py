@@ -194,6 +194,16 @@ class TooManyRequests(ServerError):
     status, kind, code = 429, "rate_limit_error", "queue_full"
 
 
+class RateLimited(TooManyRequests):
+    """A tenant has reached a limit of its key."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, limit: str, wait_s: float) -> None:
+        self.retry_after_s = max(ceil(wait_s), 1)
+        super().__init__(f"{limit} Try again in {self.retry_after_s} s.")
+
+
 class CompileTimeSpent(TooManyRequests):
     """A tenant's new grammars have used up its compile time."""
 

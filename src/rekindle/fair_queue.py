@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Container, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from itertools import chain, zip_longest
 from typing import Generic, TypeVar
@@ -88,11 +88,47 @@ class FairShare(Generic[T]):
         by_tenant: dict[bytes, list[T]] = {}
         for item in items:
             by_tenant.setdefault(self._tenant_of(item), []).append(item)
-        rounds = zip_longest(*(by_tenant[tenant] for tenant in self.order(by_tenant)))
-        return [item for item in chain.from_iterable(rounds) if item is not None]
+        return interleaved(by_tenant[tenant] for tenant in self.order(by_tenant))
 
     def _received_by(self, tenant: bytes) -> int:
         return max(self._received.get(tenant, 0), self._level)
+
+
+def interleaved(groups: Iterable[Iterable[T]]) -> list[T]:
+    """Return the first item of each group, then the second of each, and so on."""
+    rounds = zip_longest(*groups)
+    return [item for item in chain.from_iterable(rounds) if item is not None]
+
+
+class EngineShare:
+    """Orders tenants by the engine time that each has received, the least first.
+
+    Several tenants receive time in one step, so the level is what the least served tenant with
+    turns has received. A tenant that was away comes back at this level: a pause earns no credit.
+    """
+
+    # A tenant that could use only little of its share is at most this far behind the others. So
+    # when it needs more, it does not stop them for longer than this.
+    MAX_LAG_S = 5.0
+
+    def __init__(self) -> None:
+        self._level_s = 0.0
+        self._received_s: dict[bytes, float] = {}  # of tenants above the level
+
+    def charge(self, used_s: Mapping[bytes, float], active: Iterable[bytes]) -> None:
+        """Record the time that tenants have used. `active` are the tenants that have turns."""
+        for tenant, more_s in used_s.items():
+            self._received_s[tenant] = self.received_s(tenant) + more_s
+        present_s = [self.received_s(tenant) for tenant in active]
+        if present_s:
+            lowest_s = max(min(present_s), max(present_s) - self.MAX_LAG_S)
+            self._level_s = max(self._level_s, lowest_s)
+        received = self._received_s.items()
+        self._received_s = {tenant: time_s for tenant, time_s in received if time_s > self._level_s}
+
+    def received_s(self, tenant: bytes) -> float:
+        """Engine time of a tenant. Only differences between tenants have a meaning."""
+        return max(self._received_s.get(tenant, 0.0), self._level_s)
 
 
 class FairSlots:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import httpx
 import uvicorn
 
-from rekindle.http.middleware import Drain, Server
+from rekindle.front.operating import Server
+from rekindle.http.middleware import Drain
 from rekindle.http.protocol import HttpProtocol
 from tests.api.scripted import Front
 
@@ -31,23 +32,24 @@ def soon(condition: Callable[[], bool]) -> None:
 class Live:
     """A running server, the front behind it, and what is going on in its loop."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, drain_timeout_s: float = 10.0) -> None:
         self.front = front
         self.runtime = front.runtime
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.port: int = self.sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._loop: asyncio.AbstractEventLoop | None = None
-        drain = Drain()
+        drain = Drain(drain_timeout_s)
+        app = front.app(drain)
         config = uvicorn.Config(
-            front.app(drain),
+            app,
             http=HttpProtocol,
             log_config=None,
             lifespan="on",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=60,  # on a slow machine the next request may be late
         )
-        self._server = Server(config, drain)
+        self._server = Server(config, app, drain)
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
@@ -109,8 +111,8 @@ class Live:
 
 
 @contextlib.contextmanager
-def live(front: Front) -> Iterator[Live]:
-    server = Live(front)
+def live(front: Front, drain_timeout_s: float = 10.0) -> Iterator[Live]:
+    server = Live(front, drain_timeout_s)
     server.start()
     try:
         yield server

@@ -18,7 +18,7 @@ from rekindle.api.base.models import ServedModels
 from rekindle.config import Config
 from rekindle.errors import ReportedError, ServerError, Unavailable
 from rekindle.front.app import build_app
-from rekindle.http.middleware import Drain
+from rekindle.http.middleware import Drain, RequestMiddleware
 from rekindle.protocol.admin import AdminOp, AdminResult
 from rekindle.protocol.events import (
     TERMINAL,
@@ -209,7 +209,9 @@ class ScriptedRuntime(RuntimeClient):
             self.open_turns -= 1
             self.cancelled_turns += 1
 
-    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+    async def admin(
+        self, op: AdminOp, *, salt: bytes, admin: bool = False, groups: object = ()
+    ) -> AdminResult:
         if self.ready is None:
             raise Unavailable(f"model {self.name} is loading")
         self.admin_requests.append(Received(op, salt, admin))
@@ -283,7 +285,7 @@ class Front:
         self.runtime = self.runtimes[0]
         self.config = Config(**settings)
 
-    def app(self, drain: Drain | None = None) -> ASGIApp:
+    def app(self, drain: Drain | None = None) -> RequestMiddleware:
         models = ServedModels(self.config, [*self.runtimes], self.embedders)
         return build_app(self.config, models, drain=drain)
 

@@ -20,7 +20,7 @@ from rekindle.cli import main as cli
 from rekindle.config import SETTINGS, Config
 from rekindle.errors import RekindleError
 from rekindle.front import launch
-from rekindle.http import auth
+from rekindle.http import key_file
 from rekindle.http.auth import Keys
 from rekindle.protocol.requests import LoadModel
 from tests.support.tiny import write_llama
@@ -131,7 +131,7 @@ def test_the_version_is_shown() -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
     found: list[Config] = []
-    monkeypatch.setattr(launch, "serve", lambda config, _console: found.append(config))
+    monkeypatch.setattr(launch, "serve", lambda config, _console, _load: found.append(config))
     return found
 
 
@@ -293,7 +293,7 @@ def test_a_new_key_is_shown_once_with_its_line() -> None:
     name, digest = line.split()
     assert key.startswith("rk-")
     assert len(key) >= 3 + 43  # 256 bits in base64
-    assert (name, digest) == ("bob", f"blake3:{auth.key_digest(key).hex()}")
+    assert (name, digest) == ("bob", f"blake3:{key_file.key_digest(key).hex()}")
     assert shown("key", "bob").splitlines()[-2] != key
 
 
@@ -303,9 +303,27 @@ def test_a_new_key_is_appended_to_a_file_that_only_its_owner_can_read() -> None:
     root = shown("key", "root", "--file", "keys", "--admin").strip()
     assert file.stat().st_mode & 0o777 == 0o600
     assert bob not in file.read_text()
-    keys = Keys(file=auth.KeyFile(file))
+    keys = Keys(file=key_file.KeyFile(file))
     assert keys.caller(f"Bearer {bob}").admin is False
     assert keys.caller(f"Bearer {root}").admin is True
+
+
+def test_a_second_key_of_a_name_belongs_to_the_same_tenant_with_the_same_limits() -> None:
+    limit = ["--option", "requests_per_minute=5", "--option", "group=team"]
+    first = shown("key", "bob", "--file", "keys", *limit).splitlines()[-1]
+    said = shown("key", "bob", "--file", "keys", "--option", "requests_per_minute=9")
+    assert "same tenant" in said
+    second = said.splitlines()[-1]
+    keys = Keys(file=key_file.KeyFile(Path("keys")))
+    old, new = (keys.caller(f"Bearer {key}") for key in (first, second))
+    assert old.salt == new.salt == key_file.key_digest(first)
+    assert (old.limits.requests_per_minute, new.limits.requests_per_minute) == (5, 9)
+    assert old.groups == new.groups == ("team",)
+    # The old key can go, and the tenant keeps its cache.
+    lines = Path("keys").read_text().splitlines()
+    Path("keys").write_text(lines[1] + "\n")
+    later = Keys(file=key_file.KeyFile(Path("keys"))).caller(f"Bearer {second}")
+    assert later.salt == old.salt
 
 
 def test_a_new_key_starts_on_a_new_line() -> None:

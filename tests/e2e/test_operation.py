@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.http import auth
+from rekindle.http import key_file
 from tests.contract.engines import write_wide_llama
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
@@ -39,8 +39,8 @@ class House:
     keys: Path
 
     def new_key(self, name: str, *, admin: bool = False) -> str:
-        key = auth.new_key()
-        auth.append_key_line(self.keys, auth.key_line(name, key, admin=admin))
+        key = key_file.new_key()
+        key_file.append_key_line(self.keys, key_file.key_line(name, key, admin=admin))
         return key
 
     def cache(self, key: str, *arguments: str) -> Any:
@@ -67,7 +67,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     folder = tmp_path_factory.mktemp("house")
     settings, keys = folder / "rekindle.yaml", folder / "keys"
     settings.write_text(PROJECT)
-    auth.append_key_line(keys, "# keys of the house")
+    key_file.append_key_line(keys, "# keys of the house")
     flags = ("--threads", "1", "--fp8-kvcache", "--api-keys-file", str(keys),
              "--config", str(settings), "--cache-dir", str(folder / "kv"))  # fmt: skip
     with running(write_wide_llama(folder / "wide.gguf"), folder, *flags) as server:
@@ -91,7 +91,7 @@ def test_the_log_states_the_kv_type(house: House) -> None:
 
 def test_a_project_is_warm_for_its_first_user(house: House, root: str) -> None:
     key = house.new_key("first")
-    time.sleep(auth.RELOAD_INTERVAL_S)
+    time.sleep(key_file.RELOAD_INTERVAL_S)
     answer = house.ask(key).json()
     assert answer["x_cache"]["reused_tokens"] >= 64
     [prepared] = [each for each in house.cache(root, "ls")["entries"] if each["pinned"]]
@@ -122,7 +122,7 @@ def test_explain_shows_where_a_request_differs_from_an_entry(
     assert told["diverged_at"]["message"] == 1
 
 
-def test_a_stopping_server_refuses_new_requests_and_ends_at_the_second_signal(
+def test_a_stopping_server_refuses_new_requests_and_ends_streams_at_the_second_signal(
     tmp_path: Path,
 ) -> None:
     model = write_llama(tmp_path / "tiny.gguf", context=32768)
@@ -132,7 +132,7 @@ def test_a_stopping_server_refuses_new_requests_and_ends_at_the_second_signal(
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(running(model, tmp_path, *flags))
         client = stack.enter_context(server.client())
-        streams = [client.stream("POST", "/v1/chat/completions", json=endless) for _ in range(4)]
+        streams = [client.stream("POST", "/v1/chat/completions", json=endless) for _ in range(20)]
         lines = [stack.enter_context(stream).iter_lines() for stream in streams]
         assert all(next(each) for each in lines)
         server.process.send_signal(signal.SIGTERM)
@@ -142,7 +142,15 @@ def test_a_stopping_server_refuses_new_requests_and_ends_at_the_second_signal(
         assert refused.headers["retry-after"]
         assert server.process.poll() is None, "it did not wait for its streams"
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(30) == -signal.SIGTERM
+        for each in lines:
+            *_, error, done = filter(None, each)
+            assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+            assert done == "data: [DONE]"
+        assert server.process.wait(60) == 0
+    log = server.log.read_text()
+    assert "waiting for 20 requests" in log
+    assert "Traceback" not in log
+    assert " ERROR " not in log
 
 
 def await_refusal(server: Server) -> None:

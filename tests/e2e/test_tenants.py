@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.http import auth
+from rekindle.http import key_file
 from tests.support.server import Server, running
 from tests.support.tiny import write_llama
 
@@ -60,7 +60,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shared]:
     folder = tmp_path_factory.mktemp("shared")
     settings = folder / "rekindle.yaml"
     settings.write_text(PROJECTS)
-    auth.append_key_line(folder / "keys", "# keys that come and go")
+    key_file.append_key_line(folder / "keys", "# keys that come and go")
     flags = ["--threads", "1", "--config", str(settings), "--api-keys-file", str(folder / "keys"),
              "--admin-key", ROOT]  # fmt: skip
     for key in (ANNA, BERT, CARL):
@@ -250,15 +250,15 @@ def test_a_key_works_soon_after_it_is_added_to_the_file_and_until_it_is_removed(
     shared: Shared,
 ) -> None:
     before = shared.keys.read_text()
-    key = auth.new_key()
+    key = key_file.new_key()
     with shared.client(key) as client:
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
-        auth.append_key_line(shared.keys, auth.key_line("dora", key, admin=False))
-        time.sleep(auth.RELOAD_INTERVAL_S)
+        key_file.append_key_line(shared.keys, key_file.key_line("dora", key, admin=False))
+        time.sleep(key_file.RELOAD_INTERVAL_S)
         told = chat(client, conversation("Hello, I am new."), return_cache_key=True)
         assert told["x_cache"]["new_cache_key"]
         shared.keys.write_text(before)
-        time.sleep(auth.RELOAD_INTERVAL_S)
+        time.sleep(key_file.RELOAD_INTERVAL_S)
         assert client.get("/v1/models").status_code == httpx.codes.UNAUTHORIZED
 
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from rekindle.http import auth
+from rekindle.http import key_file
 from tests.support import tiny
 from tests.support.server import Server, running
 from tests.support.tiny_mlx import write_tiny_mlx
@@ -45,7 +45,7 @@ ENTRY = {"cache_key", "model", "segments", "token_count", "tier", "size_bytes", 
 @pytest.fixture(scope="module")
 def keys() -> list[str]:
     """API keys of tenants without any cached state."""
-    return [auth.new_key() for _ in range(60)]
+    return [key_file.new_key() for _ in range(60)]
 
 
 @pytest.fixture(scope="module", params=list(VALUE_BYTES))
@@ -70,7 +70,9 @@ def server(
     settings = folder / "rekindle.yaml"
     settings.write_text(SETTINGS)
     for number, key in enumerate(keys):
-        auth.append_key_line(folder / "keys", auth.key_line(f"tenant-{number}", key, admin=False))
+        key_file.append_key_line(
+            folder / "keys", key_file.key_line(f"tenant-{number}", key, admin=False)
+        )
     flags = ("--model", str(showing), "--threads", "1", "--config", str(settings),
              "--api-keys-file", str(folder / "keys"))  # fmt: skip
     with running(plain, folder, *flags) as started:

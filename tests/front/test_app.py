@@ -7,7 +7,7 @@ import pytest
 from rekindle.config import load_config
 from rekindle.errors import Unauthorized
 from rekindle.front.app import api_keys
-from rekindle.http.auth import key_line
+from rekindle.http.key_file import key_line
 
 
 def test_every_kind_of_key_in_the_settings_is_accepted(tmp_path: Path) -> None:

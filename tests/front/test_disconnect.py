@@ -133,7 +133,9 @@ class Transferring(ScriptedRuntime):
         self.may_end = threading.Event()
         self.may_end.set()
 
-    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+    async def admin(
+        self, op: AdminOp, *, salt: bytes, admin: bool = False, groups: object = ()
+    ) -> AdminResult:
         self.begun += 1
         await asyncio.to_thread(self.may_end.wait, PATIENCE_S)
         return await super().admin(op, salt=salt, admin=admin)

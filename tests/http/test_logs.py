@@ -101,7 +101,7 @@ def test_a_request_without_an_id_gets_a_fresh_one() -> None:
     [
         ("GET", "/health", {}, 200),
         ("GET", "/nowhere", {}, 404),
-        ("GET", "/v1/chat/completions", {}, 405),
+        ("GET", "/v1/completions", {}, 405),
         ("POST", "/v1/chat/completions", {"content-type": "text/plain"}, 415),
         ("POST", "/v1/chat/completions", {"content-type": "application/json"}, 400),
         ("GET", "/v1/models", {"host": "evil.example"}, 421),

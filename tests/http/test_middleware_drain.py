@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
-from rekindle.http import middleware as drain
 from tests.api.live import live, soon
 from tests.api.scripted import (
     HELLO,
@@ -51,17 +53,52 @@ def test_a_reply_in_flight_finishes_while_new_requests_are_refused() -> None:
         soon(lambda: server.has_ended)
 
 
+def test_the_second_signal_ends_twenty_streams_with_an_error_and_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    front = Front(ScriptedRuntime(HELD))
+    with live(front, drain_timeout_s=600) as server, ExitStack() as stack:
+        streams = [
+            stack.enter_context(
+                stack.enter_context(server.client()).stream("POST", CHAT, json=STREAM)
+            )
+            for _ in range(20)
+        ]
+        texts = [stream.iter_text() for stream in streams]
+        begun = [next(text) for text in texts]
+        server.signal()
+        server.signal()
+        ends = [first + "".join(rest) for first, rest in zip(begun, texts, strict=True)]
+        soon(lambda: server.has_ended)
+    for text in ends:
+        *_, last, done = events(text.replace(": waiting\n\n", ""))  # signs of life
+        assert last.json["error"]["code"] == "unavailable"
+        assert done.data == "[DONE]"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_a_request_without_a_stream_gets_an_error_when_the_time_is_over() -> None:
+    front = Front(ScriptedRuntime(HELD))
+    with live(front, drain_timeout_s=600) as server, ThreadPoolExecutor() as pool:
+        client = server.client()
+        asked = pool.submit(client.post, CHAT, json=HELLO)
+        soon(lambda: server.runtime.open_turns > 0)
+        server.signal()
+        server.signal()
+        assert asked.result().status_code == 503
+        assert "stopping" in error(asked.result())["message"]
+        client.close()
+
+
 def test_an_idle_server_exits_immediately() -> None:
     with live(Front()) as server:
         server.signal()
         soon(lambda: server.has_ended)
 
 
-def test_a_reply_that_outlasts_the_deadline_ends_with_an_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(drain, "DRAIN_S", 0.3)
-    with live(Front(ScriptedRuntime(HELD))) as server, server.client() as client:
+def test_a_reply_that_outlasts_the_deadline_ends_with_an_error() -> None:
+    front = Front(ScriptedRuntime(HELD))
+    with live(front, drain_timeout_s=0.3) as server, server.client() as client:
         with client.stream("POST", CHAT, json=STREAM) as stream:
             server.signal()
             found = events("".join(stream.iter_text()))

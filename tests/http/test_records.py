@@ -71,7 +71,7 @@ def lines() -> Iterator[Lines]:
         (403, "admin_key_required", "GET", "/metrics", {}),
         (404, "not_found", "GET", "/v1/nowhere", {}),
         (404, "model_not_found", "POST", CHAT, {"json": {**HELLO, "model": SECRET}}),
-        (405, "method_not_allowed", "GET", CHAT, {}),
+        (405, "method_not_allowed", "GET", "/v1/completions", {}),
         (415, "unsupported_media_type", "POST", CHAT, {"content": SECRET}),
         (421, "wrong_host", "GET", "/v1/models", {"headers": {"host": "evil.example"}}),
         (431, "headers_too_large", "GET", "/v1/models", {"headers": {"x-a": "x" * 70_000}}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -97,6 +98,7 @@ class RuntimeHarness:
     """
 
     memory: MemoryTier | None = None  # below the other tiers
+    _step_clock: Callable[[], float] | None = None
 
     def __init__(
         self,
@@ -111,9 +113,12 @@ class RuntimeHarness:
         clock: Clock | None = None,
         pictures_bytes: int = 1 << 26,
         is_undisturbed: Callable[[], bool] = lambda: False,
+        step_clock: Callable[[], float] | None = None,
         **settings: Any,
     ) -> None:
-        """`folder` is the disk tier's, and `shelf` holds the blocks of a slow tier in memory."""
+        """`folder` is the disk tier's, and `shelf` holds the blocks of a slow tier in memory.
+        `step_clock` measures the engine's steps."""
+        self._step_clock = step_clock
         self.engine = engine
         self.capabilities = engine.capabilities
         self._events: SimpleQueue[StorageEvent] = SimpleQueue()
@@ -148,6 +153,8 @@ class RuntimeHarness:
             log=self.log_lines.append,
             idle_tokens=idle_tokens,
             is_undisturbed=is_undisturbed,
+            # By default looked up at each call, because tests replace the system's clock.
+            clock=self._step_clock or (lambda: time.perf_counter()),
         )
         self.kv, self.scheduler = self.runtime.kv, self.runtime.scheduler
         self.sessions, self.pipeline = self.runtime.sessions, self.runtime.pipeline
@@ -257,14 +264,14 @@ class RuntimeHarness:
             salt=salt,
         )
         processor = self.runtime.input_processor
-        is_shared = asked.prepare is not None and asked.prepare.shared
-        tenant = processor.shared_namespace if is_shared else processor.namespace(salt)
+        tenant = processor.owner(asked)
         hashes = ConversationHashes(asked.messages, asked.tools) if asked.messages else None
         return self.take(
             EncodedRequest(
                 request=asked,
                 prompt=prompt,
                 namespace=tenant,
+                groups=processor.group_namespaces(asked.groups),
                 precision=precision(asked, self.capabilities, tenant),
                 decoding=ReplyDecoding(end_tokens=self.engine.tokenizer.end_tokens),
                 hashes=hashes,
@@ -346,12 +353,13 @@ class RuntimeHarness:
         *,
         salt: bytes = b"",
         admin: bool = False,
+        groups: Seq[str] = (),
         prompt: Prompt | EncodedPrompt | None = None,
     ) -> AdminResult:
         """The result of an admin request; events are taken in until it comes."""
         encoded = EncodedPrompt(prompt) if isinstance(prompt, Prompt) else prompt
         results: list[AdminResult] = []
-        request = AdminRequest(id=1, salt=salt, admin=admin, op=op)
+        request = AdminRequest(id=1, salt=salt, groups=list(groups), admin=admin, op=op)
         for _ in self.runtime.admin.answer(request, encoded, results.append):
             pass  # between two work items
         while not results:

@@ -8,11 +8,14 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rekindle.errors import TooManyRequests
-from rekindle.protocol.events import Cancelled, Event, Started
+from rekindle.http.limits import Accounts, KeyLimits
+from rekindle.protocol.events import Cancelled, Delta, Event, Started, TextDelta
 from rekindle.worker.activity import Activity
 from rekindle.worker.client import OpenTurns
+from tests.api.scripted import finished
 
 A, B, C = b"a", b"b", b"c"
 
@@ -160,3 +163,39 @@ def test_nobody_is_refused_while_another_tenant_has_more_than_its_share(
     for number in queue.turns.ids():
         queue.end(number)
     assert len(queue.turns) == 0
+
+
+class Clock:
+    def __call__(self) -> float:
+        return 1000.0
+
+
+def test_a_client_that_leaves_early_has_used_what_it_received_and_frees_its_place() -> None:
+    account = Accounts(Clock()).of(b"a", "alice", KeyLimits(concurrent_turns=1))
+    turns = OpenTurns(2, Activity())
+    turns.add(1, b"a", lambda _event: None, account)
+    turns.deliver(Started(1, 100, 40))
+    for _ in range(3):
+        turns.deliver(Delta(1, TextDelta("x")))
+    assert account.usage.open_turns == 1
+    turns.abandon(1)
+    use = account.usage
+    assert (use.open_turns, use.computed_prompt_tokens, use.generated_tokens) == (0, 60, 3)
+
+
+def test_a_reply_that_ends_counts_every_token_once() -> None:
+    account = Accounts(Clock()).of(b"a", "alice", KeyLimits())
+    turns = OpenTurns(2, Activity())
+    turns.add(1, b"a", lambda _event: None, account)
+    turns.deliver(Started(1, 10, 0))
+    turns.deliver(Delta(1, TextDelta("two tokens")))
+    turns.deliver(structs.replace(finished(completion_tokens=9), turn=1))
+    assert account.usage.generated_tokens == 9
+
+
+def test_all_turns_of_a_tenant_are_found_and_no_other() -> None:
+    turns = OpenTurns(4, Activity())
+    for number, tenant in ((1, b"a"), (2, b"b"), (3, b"a")):
+        turns.add(number, tenant, lambda _event: None)
+    assert turns.of(b"a") == [1, 3]
+    assert turns.of(b"c") == []

@@ -136,6 +136,10 @@ ERRORS = {
         "The entry has no state to export.",
         "Send the conversation again, then export it.",
     ),
+    "rate_limit_exceeded": (
+        "A limit of your API key is reached.",
+        "Wait as long as `retry-after` says. The operator can change the key's line.",
+    ),
     "queue_full": (
         "Too many requests wait, or your requests take too much memory.",
         "Try again later. The operator can raise `--queue`.",

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from rekindle.cli import cache as cache_cli
+from rekindle.cli import tenants as tenants_cli
 from rekindle.cli.cache import LOCAL_SERVER, SETTINGS_PLACES, ApiKey, AsJson, BaseUrl
 from rekindle.cli.cache_views import show
 from rekindle.cli.flags import CommandLine, takes_settings
@@ -35,6 +37,7 @@ app = CommandLine(
     pretty_exceptions_enable=False,
 )
 app.add_typer(cache_cli.app, rich_help_panel=STATE)
+app.add_typer(tenants_cli.app, rich_help_panel=STATE)
 service_app = typer.Typer(
     name="service",
     help="Run the server as a service of systemd.",
@@ -81,7 +84,8 @@ def serve(config: ConfigFile = None, **flags: Any) -> None:
     with QuietImports():
         from rekindle.front.launch import serve as run_server
 
-    run_server(load_config(flags, file=config), console)
+    load = partial(load_config, flags, file=config)
+    run_server(load(), console, load)
 
 
 @app.command(rich_help_panel=MODELS)
@@ -344,16 +348,30 @@ def key(
         Path | None, typer.Option(help="Append the key to this file, for --api-keys-file")
     ] = None,
     admin: Annotated[bool, typer.Option("--admin", help="Make an admin key")] = False,
+    option: Annotated[
+        list[str] | None,
+        typer.Option("--option", help="Limit or group, such as requests_per_minute=60; repeatable"),
+    ] = None,
 ) -> None:
-    """Make an API key. It is shown only once, because the file stores its digest."""
-    from rekindle.http import auth
+    """Make an API key. It is shown only once, because the file stores its digest. A second key of
+    the same name belongs to the same tenant."""
+    from rekindle.http import key_file
 
-    secret = auth.new_key()
-    line = auth.key_line(name, secret, admin=admin)
+    secret, options = key_file.new_key(), option or []
+    known = None if file is None else key_file.options_of_tenant(file, name, options)
+    line = key_file.key_line(name, secret, admin=admin, options=options if known is None else known)
     if file is None:
         console.print("The key, and the line to add to the file of --api-keys-file:")
     else:
-        auth.append_key_line(file, line)
+        key_file.append_key_line(file, line)
+    if known is not None:
+        console.print(
+            f"{name} has a key in {file} already. The new key belongs to the same tenant, with the "
+            "same cache. To end the old key, delete its line.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     typer.echo(secret)
     if file is None:
         typer.echo(line)

@@ -134,7 +134,7 @@ def _for_this_chat(config: Config) -> tuple[Config, str | None]:
     A key from the settings gives the chat that tenant's cache. A file of keys has only digests, so
     the chat gets a key of its own.
     """
-    from rekindle.http.auth import new_key
+    from rekindle.http.key_file import new_key
 
     config = replace(config, host="127.0.0.1", port=0, ollama_port=None, embedding_model=())
     keys = (*config.api_key, *config.admin_key)

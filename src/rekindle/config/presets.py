@@ -64,6 +64,9 @@ class _Section(BaseModel):
         return settings
 
 
+Group = Annotated[str, Field(pattern=r"^[\w.@+-]{1,64}$")]
+
+
 class PresetCache(_Section):
     warm_on_startup: bool = False
     pinned: bool = False
@@ -85,7 +88,7 @@ class Preset(_Section):
     system_prompt: str = Field(min_length=1)
     # OpenAI's format. The front checks them like the tools of a request.
     tools: Annotated[list[dict[str, Any]], BeforeValidator(_expand_tool_names)] = []
-    shared: bool = False  # all tenants may reuse the state
+    shared: bool | Group = False  # all tenants may reuse the state, or those of this group
     cache: PresetCache = PresetCache()
 
 

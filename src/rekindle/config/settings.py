@@ -56,6 +56,7 @@ OptionalPort = Annotated[int | None, Interval(ge=0, le=65535)]
 OptionalTokens = Annotated[int | None, Interval(ge=1, le=COUNT_LIMIT)]
 OptionalSeed = Annotated[int | None, Interval(ge=0, lt=1 << 63)]
 Seconds = Annotated[float, Gt(0)]
+Drain = Annotated[float, Interval(ge=0, le=86_400)]
 Temperature = Annotated[float, Interval(ge=0, le=100)]
 Probability = Annotated[float, Interval(gt=0, le=1)]
 Penalty = Annotated[float, Interval(gt=0, le=100)]
@@ -113,6 +114,18 @@ class Config(RuntimeSettings):
     ollama_port: Annotated[
         OptionalPort, _server("Second port, for clients that expect Ollama: 11434", "none")
     ] = None
+    uds: Annotated[Path | None, _server("Listen on this Unix socket instead of a port", "none")] = (
+        None
+    )
+    tls_cert: Annotated[
+        Path | None, _server("Serve HTTPS with this certificate chain, a PEM file", "none")
+    ] = None
+    tls_key: Annotated[
+        Path | None, _server("The certificate's private key, a PEM file", "in --tls-cert")
+    ] = None
+    drain_timeout: Annotated[
+        Drain, _server("Seconds that requests in flight have when the server stops")
+    ] = 30.0
     queue: Annotated[Count, _server("Maximum number of waiting turns")] = 256
     step_timeout: Annotated[
         Seconds, _server("Seconds without progress before a model is restarted", flag=False)

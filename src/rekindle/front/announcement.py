@@ -38,9 +38,15 @@ def _lines(
         yield from map(escape, cache_lines(config, ready))
     yield escape(conversations_line(config, [ready for ready in loaded if not ready.dimensions]))
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url, *more = (escape(f"http://{host}:{port}") for port in ports)
-    for each in more:
+    scheme = "http" if config.tls_cert is None else "https"
+    urls = [escape(f"{scheme}://{host}:{port}") for port in ports]
+    own = [] if config.uds else urls[:1]
+    for each in urls[len(own) :]:
         yield f"Serving Ollama's API on [bold]{each}[/]"
+    if config.uds:
+        yield f"Serving on the Unix socket [bold]{escape(str(config.uds))}[/]. Stop with Ctrl-C."
+        return
+    [url] = own
     yield f"Serving on [bold]{url}/v1[/]. Stop with Ctrl-C."
     yield f"Documentation: {url}/docs"
     if any(not ready.dimensions for ready in loaded):
@@ -132,7 +138,8 @@ def conversations_line(config: Config, models: Sequence[Ready]) -> str:
 def _first_chat(config: Config, port: int) -> str:
     """A command that asks this server a question."""
     host = "127.0.0.1" if config.host in ("localhost", "0.0.0.0", "::") else config.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    scheme = "https" if config.tls_cert else "http"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
     address = "" if url == LOCAL_SERVER else f" --base-url {url}"
     keyed = config.api_key or config.admin_key or config.api_keys_file
     return f'rekindle chat "{QUESTION}"{address}{" --api-key KEY" if keyed else ""}'

@@ -43,12 +43,14 @@ from rekindle.api.responses.reply import OPEN_RESPONSES, OpenResponses
 from rekindle.api.tokens import routes as tokens
 from rekindle.config import Config
 from rekindle.errors import NotFound, ServerError
-from rekindle.front import console, docs, health, metrics
+from rekindle.front import console, docs, health, metrics, tenants
 from rekindle.front.openapi import EVERY_OPERATION, DocumentedApp
 from rekindle.front.request_metrics import REQUEST_METRICS, RequestMetrics
 from rekindle.front.traces import Tracer, open_tracer
-from rekindle.http.auth import KeyFile, Keys
+from rekindle.http.auth import KEYS, Keys
 from rekindle.http.body import VALIDATORS, open_validators
+from rekindle.http.key_file import KeyFile
+from rekindle.http.limits import ACCOUNTS, Accounts
 from rekindle.http.logs import log_request
 from rekindle.http.middleware import Drain, RequestMiddleware
 from rekindle.http.records import CLIENT_GONE, note_error
@@ -91,6 +93,7 @@ ROUTERS = (
     entries.listing_router,
     entries.router,
     internal.router,
+    tenants.router,
     metrics.router,
     docs.router,
     console.settings_router,
@@ -104,14 +107,16 @@ def build_app(
     keys: Keys | None = None,
     drain: Drain | None = None,
 ) -> RequestMiddleware:
+    keys, accounts = keys or api_keys(config), Accounts()
     of_requests = RequestMetrics()
     tracer = open_tracer(config)
+    shared = {KEYS: keys, ACCOUNTS: accounts, REQUEST_METRICS: of_requests}
     app = DocumentedApp(
         title="Rekindle",
         version=__version__,
         summary="An OpenAI-compatible inference server that keeps and reuses the KV cache of every "
         "conversation.",
-        lifespan=partial(_lifespan, config, models, of_requests, tracer),
+        lifespan=partial(_lifespan, config, models, shared, tracer),
         redirect_slashes=False,  # a redirect would echo a forged Host header
         docs_url=None,  # FastAPI's pages load scripts from a CDN
         redoc_url=None,
@@ -123,13 +128,14 @@ def build_app(
         app.add_exception_handler(gone, _on_client_gone)
     return RequestMiddleware(
         app,
-        keys or api_keys(config),
+        keys,
         config.host,
         drain=drain,
         names=config.allowed_host,
         origins=config.cors_origin,
         versioned=_versioned(),
         error_format=_error_format,
+        accounts=accounts,
         observers=[log_request, of_requests.observe, *([tracer.observe] if tracer else [])],
     )
 
@@ -154,19 +160,20 @@ def api_keys(config: Config) -> Keys:
 async def _lifespan(
     config: Config,
     models: ServedModels,
-    of_requests: RequestMetrics,
+    shared: dict[str, Any],
     tracer: Tracer | None,
     _app: FastAPI,
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the state that requests share, from the start of the server to its end."""
+    """Yield the state that requests share, from the start of the server to its end. `shared` is the
+    part of it that is known before."""
     await asyncio.to_thread(files.remove_left_over_folders)
     media = MediaLoader(allowed=config.media_allow, folders=config.media_folder)
     background = BackgroundResponses()
     try:
         with open_validators() as validators:
             yield {
+                **shared,
                 "models": models,
-                REQUEST_METRICS: of_requests,
                 VALIDATORS: validators,
                 MEDIA: media,
                 files.TRANSFERS: files.Transfers(),

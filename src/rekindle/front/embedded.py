@@ -22,7 +22,7 @@ from rekindle.config import Config, load_config
 from rekindle.errors import BadRequest, ConfigError
 from rekindle.front import launch
 from rekindle.front.launch import EmbeddedServer
-from rekindle.http.auth import OPEN_SALT
+from rekindle.http.auth import OPEN_SALT, Caller
 from rekindle.media.loader import MediaLoader
 from rekindle.protocol.events import Delta, TextDelta
 
@@ -182,7 +182,7 @@ class EmbeddedChat(EmbeddedServer):
             chat = await load_media(
                 self._media, runtime, request.messages, request.resize, OPEN_SALT
             )
-            builder = RequestBuilder(self.models.config_of(runtime), OPEN_SALT)
+            builder = RequestBuilder(self.models.config_of(runtime), Caller(OPEN_SALT, admin=True))
             requests = chat_requests(request, builder, chat)
             with contextlib.closing(Turns(runtime, requests)) as turns:
                 while turns.open:

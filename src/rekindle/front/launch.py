@@ -9,9 +9,12 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
+import signal
 import socket
+import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,11 +37,12 @@ from rekindle.errors import ConfigError, ModelError
 from rekindle.front.announcement import announce
 from rekindle.front.app import api_keys, build_app
 from rekindle.front.gpus import unused_gpus
+from rekindle.front.operating import DrainReport, OnDrain, Reloader, Server
 from rekindle.front.warmup import warm
 from rekindle.http.auth import LOOPBACK, Keys
 from rekindle.http.body import LIMITS
 from rekindle.http.logs import log_to
-from rekindle.http.middleware import DRAIN_S, Drain, Server
+from rekindle.http.middleware import Drain
 from rekindle.http.protocol import HttpProtocol
 from rekindle.models.folder import has_vision
 from rekindle.models.gguf import check_gguf
@@ -55,19 +59,23 @@ MAX_OPEN_FILES = 65_536
 T = TypeVar("T")
 
 
-def serve(config: Config, console: Console) -> None:
-    """Serve until a signal stops the server."""
+def serve(config: Config, console: Console, load: Callable[[], Config] | None = None) -> None:
+    """Serve until a signal stops the server. `load` reads the settings again, at SIGHUP."""
+    ignore_hangup()
     check_settings(config)
     log_to(console, config.log_level, config.log_format, config.log_file, config.log_file_size)
     raise_file_limit()
     keys = api_keys(config)
-    ports = [config.port, *([] if config.ollama_port is None else [config.ollama_port])]
+    ports = [config.port] if config.uds is None else []
+    ports += [] if config.ollama_port is None else [config.ollama_port]
     with contextlib.ExitStack() as stack:
         # Bind first, so that a port in use is reported before anything slow.
         listeners = [stack.enter_context(bind(config, port)) for port in ports]
+        if config.uds is not None:
+            listeners.insert(0, stack.enter_context(bound_socket(config.uds)))
         loads = fetch(config, console)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(config, loads, keys, listeners, console))
+            runner.run(_serve(config, loads, keys, listeners, console, load or (lambda: config)))
 
 
 def check_settings(config: Config) -> None:
@@ -91,6 +99,7 @@ def check_settings(config: Config) -> None:
         for folder in folders:
             if folder is not None and not folder.is_dir():
                 raise ConfigError(f"`--{flag}`: there is no folder {folder}")
+    _check_listening(config)
     served_embedders(config)
     alias_models(config)
     preset_models(config)
@@ -101,6 +110,26 @@ def check_settings(config: Config) -> None:
                 f"project {name} would belong to nobody, because each API key has its own cache: "
                 "say `shared: true` in the project to prepare it for all of them"
             )
+
+
+def _check_listening(config: Config) -> None:
+    """Check the socket's settings, and load the certificate once, so that a wrong file is a
+    sentence instead of a traceback."""
+    if config.uds is not None and {"host", "port"} & config.given.keys():
+        raise ConfigError("`--uds` replaces the port: leave --host and --port out")
+    if config.tls_cert is None:
+        if config.tls_key is not None:
+            raise ConfigError("`--tls-key` is the key of a certificate: give --tls-cert, too")
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=lambda: "")
+    except OSError as error:  # ssl.SSLError is one, too
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"cannot use the certificate {config.tls_cert} of `--tls-cert` with its key: {reason}. "
+            "Give PEM files that belong together, with a key that has no password"
+        ) from None
 
 
 def _check_reach(config: Config) -> None:
@@ -155,6 +184,47 @@ def bind(config: Config, port: int) -> socket.socket:
 def named_models(config: Config) -> list[str]:
     """All models to serve, as the operator named them."""
     return [*served_names(config).values(), *served_embedders(config).values()]
+
+
+@contextlib.contextmanager
+def bound_socket(path: Path) -> Iterator[socket.socket]:
+    """Bind a Unix socket, which the user and the group may use. It is removed at the end."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket() and not _has_listener(path):
+            path.unlink()  # a server that was killed left it
+        before = os.umask(0o117)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            problem = "another program uses it, or it is another kind of file. Choose another --uds"
+        else:
+            problem = f"{error.strerror or error}. Choose another --uds"
+        raise ConfigError(f"cannot listen on {path}: {problem}") from None
+    with listener:
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _has_listener(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def ignore_hangup() -> None:
+    """Do not let a closed terminal end the server. From its start on, SIGHUP reloads settings."""
+    if hasattr(signal, "SIGHUP") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
@@ -223,17 +293,32 @@ async def _serve(
     keys: Keys,
     listeners: list[socket.socket],
     console: Console,
+    load: Callable[[], Config],
 ) -> None:
     async with open_models(config, loads, console) as models:
-        server = build_server(config, models, keys)
+        report = DrainReport(console, lambda: sum(runtime.turns for runtime in models.all))
+        server = build_server(config, models, keys, report)
+        app, drain = server.app, server.drain
+        reloader = Reloader(config, lambda: _checked(load()), keys=keys, app=app, drain=drain)
+        if hasattr(signal, "SIGHUP"):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.reload)
         for listener in listeners:
             listener.listen(server.config.backlog)
         if hint := unused_gpus(
             (each.loaded for each in models.all), own_library=config.llama_lib is not None
         ):
             console.print(f"[yellow]{escape(hint)}[/]", highlight=False, soft_wrap=True)
-        announce(config, models.all, [each.getsockname()[1] for each in listeners], console)
+        ports = [each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX]
+        announce(config, models.all, ports, console)
         await server.serve(sockets=listeners)
+        report.end()
+        if drain.deadline_s is not None:
+            log.info("stopping the models, which store what they hold")
+
+
+def _checked(config: Config) -> Config:
+    check_settings(config)
+    return config
 
 
 @contextlib.asynccontextmanager
@@ -279,21 +364,31 @@ def _runtimes(config: Config, loads: dict[str, LoadModel]) -> dict[str, RuntimeC
     }
 
 
-def build_server(config: Config, models: ServedModels, keys: Keys) -> Server:
-    drain = Drain()
+def build_server(
+    config: Config,
+    models: ServedModels,
+    keys: Keys,
+    on_drain: OnDrain = lambda _requests, _left_s: None,
+) -> Server:
+    drain = Drain(config.drain_timeout)
+    app = build_app(config, models, keys, drain)
     return Server(
         uvicorn.Config(
-            build_app(config, models, keys, drain),
+            app,
             http=HttpProtocol,
             access_log=False,  # the application logs every request
             ws="websockets-sansio",
             ws_max_size=LIMITS.body_bytes,
             log_config=None,
             log_level="debug" if config.log_level == "debug" else "error",
-            timeout_graceful_shutdown=DRAIN_S,
+            timeout_graceful_shutdown=2,  # to close connections; requests are drained before
             lifespan="on",
+            ssl_certfile=config.tls_cert,
+            ssl_keyfile=config.tls_key,
         ),
+        app,
         drain,
+        on_drain,
     )
 
 

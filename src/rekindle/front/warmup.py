@@ -11,7 +11,7 @@ from rekindle.api.base.models import ServedModels, described_tools, preset_model
 from rekindle.api.base.request import RequestBuilder
 from rekindle.config import Config
 from rekindle.errors import ReportedError, ServerError, Unavailable
-from rekindle.http.auth import OPEN_SALT
+from rekindle.http.auth import OPEN_SALT, Caller
 from rekindle.models.progress import OnProgress, progress_bar
 from rekindle.protocol.admin import Flush
 from rekindle.protocol.events import Failed, Finished, Prefill
@@ -28,7 +28,7 @@ async def warm(config: Config, models: ServedModels, console: Console) -> None:
         cache = preset.cache
         if not cache.warm_on_startup:
             continue
-        request = RequestBuilder(config, OPEN_SALT).build(
+        request = RequestBuilder(config, Caller(OPEN_SALT, admin=True)).build(
             messages=[{"role": "system", "content": preset.system_prompt}],
             tools=described_tools(name, preset),
             prepare=Prepare(

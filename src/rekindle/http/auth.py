@@ -6,116 +6,35 @@ wrong key, because it depends only on the digest, which nobody can choose.
 
 from __future__ import annotations
 
-import logging
-import os
-import re
-import secrets
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from blake3 import blake3
 from starlette.requests import Request
 
-from rekindle.errors import ConfigError, Unauthorized
-
-log = logging.getLogger("rekindle.keys")
+from rekindle.errors import Unauthorized
+from rekindle.http.key_file import KeyFile, KnownKey, KnownKeys, key_digest
+from rekindle.http.limits import NO_LIMITS, KeyLimits
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 CALLER = "rekindle.caller"  # the caller's key in the request's scope
+KEYS = "keys"  # the Keys' name in the application's state
 OPEN_SALT = b""  # for callers without a key: open servers, presets, the Python API
-RELOAD_INTERVAL_S = 1.0
-
-FileVersion = tuple[int, int, int] | None  # changes with the file; None if there is no file
-KnownKeys = Mapping[bytes, bool]  # digest -> whether it is an admin key
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A tenant, identified by the salt of its key. Admins may see the state of all tenants."""
+    """A tenant, identified by its salt. Admins may see the state of all tenants."""
 
     salt: bytes
     admin: bool
-
-    @property
-    def label(self) -> str:
-        """How logs and metrics name the tenant: by a digest, as lists of entries do.
-
-        Callers without a key have no name.
-        """
-        return blake3(self.salt).hexdigest()[:12] if self.salt else ""
+    name: str = ""  # of the tenant; empty without a key
+    groups: tuple[str, ...] = ()  # whose shared prompts it may reuse
+    limits: KeyLimits = NO_LIMITS
 
     @property
     def is_unknown(self) -> bool:
         """Whether the server has API keys and this caller sent none."""
         return self.salt == OPEN_SALT and not self.admin
-
-
-def key_digest(key: str) -> bytes:
-    return blake3(key.encode(), derive_key_context="rekindle 2026 api key salt").digest()
-
-
-def new_key() -> str:
-    """Generate a random key of 256 bits."""
-    return f"rk-{secrets.token_urlsafe(32)}"
-
-
-def key_line(name: str, key: str, *, admin: bool) -> str:
-    """Return the line of a key file for this key. It holds the digest, not the key."""
-    if not re.fullmatch(r"[\w.@+-]{1,64}", name):
-        raise ConfigError(
-            f"{name!r} cannot name a key: use up to 64 letters, digits and the characters . @ + - _"
-        )
-    return f"{name} blake3:{key_digest(key).hex()}" + (" admin" if admin else "")
-
-
-def append_key_line(path: Path, line: str) -> None:
-    """Append a line. A new file is readable by its owner only."""
-    try:
-        text = path.read_bytes() if path.exists() else b""
-        separator = "\n" if text and not text.endswith(b"\n") else ""
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"{separator}{line}\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-
-
-class KeyFile:
-    """A file of keys that may change while the server runs.
-
-    Each line is `NAME DIGEST [admin]`. While the file is invalid, its previous keys stay in force.
-    """
-
-    def __init__(
-        self, path: Path, clock: Callable[[], float] = time.monotonic, *, warns: bool = True
-    ) -> None:
-        self._path = path
-        self._clock = clock
-        self._checked_at_s = clock()
-        self._version, self._keys = _read(path)
-        if warns and path.stat().st_mode & 0o077:
-            log.warning("other users can read %s; run `chmod 600 %s`", path, path)
-
-    def keys(self) -> KnownKeys:
-        now = self._clock()
-        if now - self._checked_at_s >= RELOAD_INTERVAL_S:
-            self._checked_at_s = now
-            self._reload()
-        return self._keys
-
-    def _reload(self) -> None:
-        version = _version(self._path)
-        if version == self._version:
-            return
-        self._version = version  # so that an invalid file is logged once
-        try:
-            self._version, self._keys = _read(self._path)
-        except ConfigError as error:
-            log.error("%s; the previous keys stay in force", error)
-        else:
-            log.info("reloaded %s: %d keys", self._path, len(self._keys))
 
 
 class Keys:
@@ -124,14 +43,31 @@ class Keys:
     def __init__(
         self, keys: Iterable[str] = (), *, admin: Iterable[str] = (), file: KeyFile | None = None
     ) -> None:
-        self._given = dict.fromkeys(map(key_digest, keys), False)
-        self._given |= dict.fromkeys(map(key_digest, admin), True)
+        self._given: KnownKeys = {}
         self._file = file
+        self.replace(keys, admin=admin)
+
+    def replace(self, keys: Iterable[str], *, admin: Iterable[str]) -> None:
+        """Replace the keys that were given as settings, and read the file again."""
+        given = {key_digest(key): False for key in keys}
+        given |= {key_digest(key): True for key in admin}
+        self._given = {
+            digest: KnownKey(name=_default_name(digest), salt=digest, admin=is_admin)
+            for digest, is_admin in given.items()
+        }
+        if self._file is not None:
+            self._file.reload()
 
     @property
     def is_open(self) -> bool:
         """An empty key file does not open the server: it may have been emptied to revoke keys."""
         return not self._given and self._file is None
+
+    @property
+    def known(self) -> Iterator[KnownKey]:
+        """All keys, those of the file first. One digest may occur twice."""
+        yield from self._file.keys().values() if self._file else ()
+        yield from self._given.values()
 
     def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
         """Return the caller whose key is in one of these headers, or raise Unauthorized."""
@@ -149,9 +85,18 @@ class Keys:
         )
 
     def _find(self, digest: bytes) -> Caller | None:
-        known = [self._given, self._file.keys() if self._file else {}]
-        found = [keys[digest] for keys in known if digest in keys]
-        return Caller(digest, admin=any(found)) if found else None
+        """A key in the file has its name and limits from there, even if it is also a setting."""
+        tables = [self._file.keys() if self._file else {}, self._given]
+        found = [keys[digest] for keys in tables if digest in keys]
+        if not found:
+            return None
+        first, is_admin = found[0], any(each.admin for each in found)
+        return Caller(first.salt, is_admin, first.name, first.groups, first.limits)
+
+
+def _default_name(digest: bytes) -> str:
+    """Name a key that was given as a setting, without showing the key."""
+    return f"key-{digest.hex()[:8]}"
 
 
 def _bearer(authorization: str | None) -> str | None:
@@ -159,43 +104,11 @@ def _bearer(authorization: str | None) -> str | None:
     return key if scheme.lower() == "bearer" else None
 
 
+def keys_of(request: Request) -> Keys:
+    keys: Keys = getattr(request.state, KEYS)
+    return keys
+
+
 def caller_of(request: Request) -> Caller:
     caller: Caller = request.scope[CALLER]
     return caller
-
-
-def _version(path: Path) -> FileVersion:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
-
-
-def _read(path: Path) -> tuple[FileVersion, KnownKeys]:
-    version = _version(path)  # before reading, so that a write in between counts as a change
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read the keys in {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not text in UTF-8") from None
-    keys: dict[bytes, bool] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if words := line.partition("#")[0].split():
-            digest, admin = _parse(path, number, words)
-            keys[digest] = admin or keys.get(digest, False)
-    return version, keys
-
-
-def _parse(path: Path, number: int, words: list[str]) -> tuple[bytes, bool]:
-    """Return a key's digest, and whether it is an admin key."""
-    match words:
-        case [_, digest, *role] if role in ([], ["admin"]):
-            if re.fullmatch(r"blake3:[0-9a-f]{64}", digest):
-                return bytes.fromhex(digest.removeprefix("blake3:")), bool(role)
-    # The message does not quote the line, because the line may contain a key.
-    raise ConfigError(
-        f"line {number} of {path} is not a key: write `NAME DIGEST` or `NAME DIGEST admin`, "
-        "as `rekindle key NAME` prints it"
-    )

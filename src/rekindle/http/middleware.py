@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import signal
-import socket
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FrameType
 from urllib.parse import urlsplit
 
-import uvicorn
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -23,12 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rekindle.errors import BadRequest, Forbidden, ServerError, Unauthorized, Unavailable
 from rekindle.http.auth import CALLER, LOOPBACK, OPEN_SALT, Caller, Keys
 from rekindle.http.body import BODY, HeldBytes, LimitedBody, check_announced_size, upload
+from rekindle.http.limits import Accounts, account_context
 from rekindle.http.logs import REQUEST_ID_HEADER, request_context
 from rekindle.http.protocol import MAX_HEADER_BYTES, HeadersTooLarge
 from rekindle.http.records import RECORD, Observer, RequestRecord, endpoint_of, note_error, recorded
 from rekindle.http.responses import ERROR_FORMAT, OPENAI_ERRORS, ErrorFormat, ErrorResponse
-
-DRAIN_S = 10  # how long requests in flight may take to finish
 
 
 class Stopping(Unavailable):
@@ -41,10 +36,16 @@ class Stopping(Unavailable):
 class Drain:
     """The time that requests in flight have to finish, once the server is told to stop."""
 
-    deadline_s: float | None = None  # None until draining begins
+    def __init__(self, timeout_s: float = 30.0) -> None:
+        self.timeout_s = timeout_s
+        self.deadline_s: float | None = None  # None until draining begins
 
     def begin(self) -> None:
-        self.deadline_s = time.monotonic() + DRAIN_S
+        self.deadline_s = time.monotonic() + self.timeout_s
+
+    def end(self) -> None:
+        """Give the requests in flight no more time."""
+        self.deadline_s = time.monotonic()
 
     @property
     def is_over(self) -> bool:
@@ -56,39 +57,19 @@ class Drain:
             raise Stopping("the server is stopping; send the request again")
 
 
-class Server(uvicorn.Server):
-    """Drains at the first signal to stop, and exits immediately at the second."""
-
-    def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
-        super().__init__(config)
-        self._drain = drain
-
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until the server is stopped, and let cancelled responses send their last bytes."""
-        await super().serve(sockets)
-        if self.server_state.tasks:  # uvicorn cancels them, but does not wait for them
-            await asyncio.wait(self.server_state.tasks, timeout=1)
-
-    def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
-        if self._drain.deadline_s is None:
-            self._drain.begin()
-            return
-        signal.signal(sig, signal.SIG_DFL)  # the runtimes exit when their sockets close
-        signal.raise_signal(sig)
-
-    async def on_tick(self, counter: int) -> bool:
-        """Decide, ten times a second, whether to stop accepting connections."""
-        if self._drain.deadline_s is not None and not self.server_state.tasks:
-            self.should_exit = True
-        if self._drain.is_over:
-            self.should_exit = True
-            self.config.timeout_graceful_shutdown = 0  # the requests have had their time
-        return await super().on_tick(counter)
-
-
 # Anthropic's clients read the second one.
 REQUEST_ID_HEADERS = (REQUEST_ID_HEADER, "request-id")
-EXPOSED_HEADERS = "x-request-id, request-id, retry-after"  # that scripts of web pages may read
+#: Headers that scripts of web pages may read.
+EXPOSED_HEADERS = ", ".join(
+    (
+        *("x-request-id", "request-id", "retry-after"),
+        *(
+            f"x-ratelimit-{part}-{what}"
+            for what in ("requests", "tokens")
+            for part in ("limit", "remaining", "reset")
+        ),
+    )
+)
 APPLICATION = "rekindle.application"  # key in a WebSocket's scope of this application
 DRAIN_CHECK_S = 0.5
 SERVICE_RESTART, POLICY_VIOLATION = 1012, 1008  # codes with which a WebSocket ends
@@ -142,17 +123,23 @@ class RequestMiddleware:
         versioned: Container[str] = (),
         error_format: Callable[[str, Headers], ErrorFormat] = lambda _path, _headers: OPENAI_ERRORS,
         observers: Sequence[Observer] = (),
+        accounts: Accounts | None = None,
     ) -> None:
         self._app = app
         self.observers = observers
         self._keys = keys
         self._is_local = host in LOOPBACK
-        self._names = LOOPBACK | set(names)
-        self._cors = Cors(origins, self._names if self._is_local else ())
+        self.allow(names, origins)
         self._drain = drain or Drain()
         self._versioned = versioned
         self._error_format = error_format
+        self._accounts = accounts or Accounts()
         self.held = HeldBytes()
+
+    def allow(self, names: Iterable[str], origins: Iterable[str]) -> None:
+        """Replace the names of the server, and the origins whose pages may call it."""
+        self._names = LOOPBACK | set(names)
+        self._cors = Cors(origins, self._names if self._is_local else ())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         match scope["type"]:
@@ -164,7 +151,8 @@ class RequestMiddleware:
                 ):
                     added = self._cors.headers(headers.get("origin"))
                     added |= dict.fromkeys(REQUEST_ID_HEADERS, request_id)
-                    await self._http(scope, headers, receive, _with_headers(send, added, record))
+                    with_headers = _with_headers(_noting_status(send, record), lambda: added)
+                    await self._http(scope, headers, receive, with_headers)
             case "lifespan":
                 await self._app(scope, receive, send)
             case "websocket":
@@ -191,7 +179,7 @@ class RequestMiddleware:
         try:
             self._check_headers(scope, headers)
             self._cors.check(headers.get("origin"))  # browsers send no preflight for a WebSocket
-            scope[RECORD].tenant = self._identify(scope, headers).label
+            scope[RECORD].tenant = self._identify(scope, headers).name
             self._drain.check()
         except ServerError as error:
             note_error(scope, error.code)
@@ -232,10 +220,14 @@ class RequestMiddleware:
                 await self._cors.preflight(headers)(scope, receive, send)
                 return
             caller = self._identify(scope, headers)
-            scope[RECORD].tenant = caller.label
+            scope[RECORD].tenant = caller.name
+            account = self._accounts.of(caller.salt, caller.name, caller.limits)
+            send = _with_headers(send, account.headers)
             if scope["method"] == "POST" and not self._is_unserved(path):
                 _check_content(headers, path)
             self._drain.check()
+            if scope["method"] == "POST":
+                account.count_request()
         except ServerError as error:
             response = ErrorResponse(error, scope)
             if isinstance(error, Stopping):
@@ -246,16 +238,37 @@ class RequestMiddleware:
         if scope["method"] == "HEAD":  # uvicorn omits the body
             inner["method"] = "GET"
         try:
-            await self._run(inner, caller, receive, send)
+            with account_context(account):
+                await self._unless_stopped(inner, receive, send)
         finally:
             record = scope[RECORD]
             record.endpoint, record.is_routed = endpoint_of(inner), "route" in inner
 
-    async def _run(self, scope: Scope, caller: Caller, receive: Receive, send: Send) -> None:
+    async def _unless_stopped(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, or refuse the request if the server stops before its response has begun. Streams
+        end with an error event of their own."""
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, send_and_note)
+        except asyncio.CancelledError:
+            if not self._drain.is_over:
+                raise
+            if not has_begun:
+                stopping = Stopping("the server is stopping; send the request again")
+                await ErrorResponse(stopping, scope)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the route, which reads the request's body within limits."""
         if scope["method"] == "POST" and scope["path"] in UPLOADS:
             await self._app(scope, upload(receive), send)
             return
-        with contextlib.closing(LimitedBody(receive, self.held, caller.salt)) as body:
+        with contextlib.closing(LimitedBody(receive, self.held, scope[CALLER].salt)) as body:
             scope[BODY] = body
             await self._app(scope, body.receive, send)
 
@@ -304,13 +317,13 @@ def _noting_status(send: Send, record: RequestRecord) -> Send:
     return noting_send
 
 
-def _with_headers(send: Send, headers: Mapping[str, str], record: RequestRecord) -> Send:
-    """Add headers to the response, and note its status."""
-    added = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+def _with_headers(send: Send, headers: Callable[[], Mapping[str, str]]) -> Send:
+    """Add headers to a response. They are asked for when it begins."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            record.status = message["status"]
+            items = headers().items()
+            added = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in items]
             message = {**message, "headers": [*message["headers"], *added]}
         await send(message)
 

@@ -386,6 +386,10 @@ class Conversations:
             self._tiered.remove(each)
         return gone
 
+    def size_bytes(self, tenant: bytes) -> int:
+        """State of a tenant, with each block counted once."""
+        return self._tree.size_bytes[tenant]
+
     @property
     def last_tier(self) -> Tier:
         """The tier that pins rely on."""

@@ -50,6 +50,8 @@ DecodeVideo = Callable[[bytes, Sizing, FrameSampling], list[Frame]]
 def main() -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):  # Ctrl-C reaches us too, but the front decides
         signal.signal(stop, signal.SIG_IGN)
+    if hasattr(signal, "SIGHUP"):  # a closed terminal does not end the server
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     warnings.simplefilter("ignore")  # warnings about odd files help nobody here
     decode = _document_reader() if sys.argv[1:] == [DOCUMENTS] else _media_decoder()
     if resource is not None:

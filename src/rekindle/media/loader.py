@@ -84,6 +84,12 @@ class MediaLoader:
     async def close(self) -> None:
         await self._decoder.close()
 
+    def forget_decoded(self) -> None:
+        """Forget decoded images. Their keys are hashes, so those of one tenant cannot be told from
+        the others, which are decoded again."""
+        for key in list(self._cache):
+            self._cache.remove(key)
+
     async def load(
         self, sources: Sequence[MediaSource], tenant: bytes, hold: Hold = lambda _bytes: None
     ) -> list[Loaded]:

@@ -190,11 +190,32 @@ class RemoveOld(Struct, tag=True):
     seconds: float
 
 
-Listing = ListEntries | ShowEntry | GetStats | ShowTree | ShowBranch
+class NameTenants(Struct, tag=True):
+    """Tell how EntryInfo names the tenants with these salts. Returns TenantIds."""
+
+    salts: list[bytes]
+    groups: list[str] = []
+
+
+class TenantIds(Struct, tag=True):
+    """In the order of the request: of the tenants, of state that all share, and of the groups."""
+
+    tenants: list[str]
+    shared: str
+    groups: list[str]
+
+
+class RemoveTenant(Struct, tag=True):
+    """End the tenant's turns and remove everything that is stored for it. Returns Removed."""
+
+    salt: bytes
+
+
+Listing = ListEntries | ShowEntry | GetStats | NameTenants | ShowTree | ShowBranch
 Lookup = Listing | Validate | Tokenize | Detokenize
 DocumentLookup = GetDocument | ListDocuments
 Creation = IndexPrompt | Flush | ExportState | ImportState | StoreDocument | PinEntry
-Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld
+Removal = DeleteEntry | CollectExpired | RemoveSession | RemoveOld | RemoveTenant
 AdminOp = Lookup | DocumentLookup | Creation | Removal
 
 
@@ -203,6 +224,7 @@ class AdminRequest(Struct, tag=True, kw_only=True):
 
     id: int
     salt: bytes
+    groups: list[str] = []  # of the tenant, whose shared entries it may look up
     admin: bool = False
     op: AdminOp
     request_id: str | None = None  # of the HTTP request, for the log
@@ -346,7 +368,7 @@ EntryResult = EntryInfo | EntryList | StateFile | Removed
 TreeResult = PrefixTree | BranchText
 DocumentResult = Document | DocumentStored | DocumentKeys
 StateResult = EntryResult | TreeResult | DocumentResult
-AdminResult = StateResult | Stats | Validation | Tokenized | Detokenized
+AdminResult = StateResult | Stats | Validation | TenantIds | Tokenized | Detokenized
 
 
 class AdminReply(Struct, tag=True):

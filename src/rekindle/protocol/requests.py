@@ -128,7 +128,8 @@ class Prepare(Struct, kw_only=True):
 
     pinned: bool = False
     ttl_s: float | None = 1800.0
-    shared: bool = False  # all tenants may reuse it; only for the operator's own prompts
+    #: All tenants may reuse it, or those of the group with this name. Only for the operator.
+    shared: bool | str = False
     project: str | None = None  # name under `projects:`; clients may send it as a cache key
 
 
@@ -189,6 +190,7 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     tool_use: ToolUse = ToolUse()
     structured_output: StructuredOutput | None = None
     priority: int = 0  # among the turns of one tenant, those of higher priority run first
+    outranks: bool = False  # sent with an admin key: its priority counts against other tenants too
     normalise: Normalise = True
     names: Names | None = None
     prepare: Prepare | None = None
@@ -209,6 +211,8 @@ class GenerateRequest(Struct, tag=True, kw_only=True):
     kv_group_size: int | None = None  # values per scale; None: the engine's default
     kv_quantization_start: int = 5000  # up to this length the default KV type is used
     salt: bytes = b""  # of the tenant
+    groups: list[str] = []  # of the tenant, which may reuse their shared prompts
+    cache_bytes: int | None = None  # that the tenant's stored state may take; None: any
     progress: bool = False
     returns_tokens: bool = False  # TextDelta has the ids of its tokens
     returns_prompt: bool = False  # Started has the text of the prompt

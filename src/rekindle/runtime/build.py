@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,30 +71,28 @@ def build(
     log: Callable[[LogLine], None],
     idle_tokens: int | None = None,
     is_undisturbed: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Runtime:
-    """Build a runtime.
-
-    `emit` receives the events of turns, and `log` lines for the server's log. `idle_tokens` limits
-    how much of the engine's pool finished sequences may hold. `is_undisturbed` tells whether
-    nothing but running turns wants the engine's thread.
-    """
+    """`emit` receives the events of turns, and `log` lines for the server's log. `idle_tokens`
+    limits how much of the engine's pool finished sequences may hold. `is_undisturbed` tells whether
+    nothing but running turns wants the engine's thread. `clock` measures the engine's steps."""
     template = _template(engine, storage.settings, log)
     encoder = Encoder(engine.tokenizer, template)
     output_format = _output_format(engine, storage.settings, template)
     input_processor = InputProcessor(engine, storage, encoder, output_format)
-    pins = Pins(storage.entries, storage.store)
-    sessions = Sessions(storage, input_processor.shared_namespace, pins, encoder, log)
-    planner = Planner(engine.capabilities, storage.store, input_processor.shared_namespace)
+    pins, shared = Pins(storage.entries, storage.store), input_processor.shared_namespace
+    sessions = Sessions(storage, shared, pins, encoder, log)
+    planner = Planner(engine.capabilities, storage.store, shared)
     kv = KvManager(engine, storage, idle_tokens)
     admission = Admission(engine, storage.store, planner, kv)
     pipeline = Pipeline(engine, input_processor, sessions, admission, kv)
-    pictures = PictureEncoder(engine, storage.pictures)
-    parallel = storage.settings.parallel
-    scheduler = Scheduler(engine, kv, pictures, pipeline, emit, is_undisturbed, parallel=parallel)
-    preview = Preview(template, engine.tokenizer.control_texts)
-    cache_info = CacheInfo(
-        storage, planner, preview, kv.counts, pipeline.statuses, lambda: scheduler.turns
+    pictures, parallel = PictureEncoder(engine, storage.pictures), storage.settings.parallel
+    scheduler = Scheduler(
+        engine, kv, pictures, pipeline, emit, is_undisturbed, parallel=parallel, clock=clock
     )
+    preview = Preview(template, engine.tokenizer.control_texts)
+    statuses, turns = pipeline.statuses, lambda: scheduler.turns
+    cache_info = CacheInfo(storage, planner, preview, kv.counts, statuses, turns)
     transfer = StateTransfer(engine, storage, kv.export)
     return Runtime(
         engine=engine,

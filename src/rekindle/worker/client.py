@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,9 +14,17 @@ from pathlib import Path
 from msgspec import structs
 
 from rekindle.errors import ReportedError, ServerError, TooManyRequests, Unavailable
+from rekindle.http.limits import Account, current_account
 from rekindle.http.logs import current_id
 from rekindle.protocol.admin import AdminOp, AdminReply, AdminRequest, AdminResult
-from rekindle.protocol.events import TERMINAL, Delta, Event, Failed, Started
+from rekindle.protocol.events import (
+    TERMINAL,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Started,
+)
 from rekindle.protocol.frames import Events, Heartbeat, LogLine, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, LoadModel
 from rekindle.worker.activity import Activity, TurnWatch
@@ -95,9 +103,12 @@ class RuntimeClient:
             raise Unavailable(f"model {self.name} is behind with reading requests; try again later")
         displaced = self._turns.displaced_by(request.salt, len(request.turns))
         request = structs.replace(request.with_turn_ids(self._ids), request_id=current_id())
+        account = current_account()
+        if account is not None:
+            account.check_turns(len(request.turns))
         process.send(request)
         for choice, turn in enumerate(request.turns):  # after sending, which may raise
-            self._turns.add(turn, request.salt, partial(on_event, choice))
+            self._turns.add(turn, request.salt, partial(on_event, choice), account)
         for turn in displaced:
             process.send(Cancel(turn))
             self._turns.displace(turn)
@@ -107,6 +118,13 @@ class RuntimeClient:
         """Cancel the turn, unless it has ended. None of its later events is delivered."""
         if self._turns.abandon(turn) and self.ready is not None:
             self._ready_process().send(Cancel(turn))
+
+    def cancel_tenant(self, tenant: bytes) -> None:
+        """End all turns of a tenant with an error."""
+        for turn in self._turns.of(tenant):
+            if self.ready is not None:
+                self._ready_process().send(Cancel(turn))
+            self._turns.fail(turn, Unavailable("the operator has ended the turns of this API key"))
 
     async def stream(self, request: TurnRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of one turn. Closing the generator cancels the turn."""
@@ -121,7 +139,9 @@ class RuntimeClient:
         finally:
             self.cancel(turn)
 
-    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+    async def admin(
+        self, op: AdminOp, *, salt: bytes, admin: bool = False, groups: Sequence[str] = ()
+    ) -> AdminResult:
         """Inspect or change the cache. Raises the error that the runtime reports."""
         process = self._ready_process()
         # A caller that stops waiting still counts until the reply arrives.
@@ -131,7 +151,12 @@ class RuntimeClient:
                 "try again later"
             )
         request = AdminRequest(
-            id=next(self._ids), salt=salt, admin=admin, op=op, request_id=current_id()
+            id=next(self._ids),
+            salt=salt,
+            groups=list(groups),
+            admin=admin,
+            op=op,
+            request_id=current_id(),
         )
         process.send(request)
         result: asyncio.Future[AdminResult] = asyncio.get_running_loop().create_future()
@@ -186,6 +211,25 @@ class OpenTurn:
     handler: Handler | None  # None if the client is gone and the runtime has not ended the turn yet
     watch: TurnWatch
     is_started: bool = False
+    account: Account | None = None  # None: the server's own turn
+    counted_tokens: int = 0  # of the reply, one for each part that was delivered
+
+    def count(self, event: Event) -> None:
+        """Count what the turn has used. A client that leaves early has used what it received."""
+        if self.account is None:
+            return
+        match event:
+            case Delta():
+                self.counted_tokens += 1
+                self.account.use_reply(1)
+            case Started():
+                self.account.use_prompt(event.prompt_tokens, event.reused_tokens)
+            case Finished():
+                self.account.use_reply(max(event.completion_tokens - self.counted_tokens, 0))
+
+    def end(self) -> None:
+        if self.account is not None:
+            self.account.end_turn()
 
     @property
     def is_waiting(self) -> bool:
@@ -238,15 +282,20 @@ class OpenTurns:
             )
         return displaced
 
-    def add(self, number: int, tenant: bytes, handler: Handler) -> None:
+    def add(
+        self, number: int, tenant: bytes, handler: Handler, account: Account | None = None
+    ) -> None:
         watch = self._activity.begin(number, tenant, current_id())
-        self._turns[number] = OpenTurn(tenant, handler, watch)
+        self._turns[number] = OpenTurn(tenant, handler, watch, account=account)
+        if account is not None:
+            account.begin_turn()
 
     def deliver(self, event: Event) -> None:
         """Pass an event to its turn's handler. A terminal event ends the turn."""
         turn = self._turns.get(event.turn)
         if turn is None:
             return
+        turn.count(event)
         if isinstance(event, Delta):
             watch = turn.watch
             watch.parts += 1
@@ -256,7 +305,7 @@ class OpenTurns:
             turn.is_started |= isinstance(event, Started)
             turn.watch.observe(event)
             if isinstance(event, TERMINAL):
-                del self._turns[event.turn]
+                self._turns.pop(event.turn).end()
                 self._activity.end(turn.watch, event)
         if turn.handler is not None:
             turn.handler(event)
@@ -272,15 +321,21 @@ class OpenTurns:
         handler, turn.handler = turn.handler, None
         self._activity.end(turn.watch, None)
         if turn.is_started:
-            del self._turns[number]
+            self._turns.pop(number).end()
         return handler
 
     def displace(self, number: int) -> None:
         """Refuse a waiting turn, because another tenant needs its place."""
-        handler = self.abandon(number)
-        assert handler is not None, "a waiting turn has a handler"
         refusal = TooManyRequests("other clients need the place of this request; try again later")
-        handler(Failed(number, refusal.info))
+        self.fail(number, refusal)
+
+    def fail(self, number: int, error: ServerError) -> None:
+        """End a turn for its client."""
+        if handler := self.abandon(number):
+            handler(Failed(number, error.info))
+
+    def of(self, tenant: bytes) -> list[int]:
+        return [number for number, turn in self._turns.items() if turn.tenant == tenant]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,9 @@ class Tenants(ScriptedRuntime):
         super().__init__(reply("Hel", "lo"))
         self._documents: defaultdict[bytes, Documents] = defaultdict(Documents)
 
-    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+    async def admin(
+        self, op: AdminOp, *, salt: bytes, admin: bool = False, groups: object = ()
+    ) -> AdminResult:
         self.admin_requests.append(Received(op, salt, admin))
         return self._documents[salt].answer(op)
 

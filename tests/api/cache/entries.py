@@ -16,11 +16,13 @@ from rekindle.protocol.admin import (
     EntryName,
     Flush,
     ListEntries,
+    NameTenants,
     PinEntry,
     Removed,
     Segment,
     ShowEntry,
     Stats,
+    TenantIds,
 )
 from tests.api.scripted import Answers, unknown_key
 
@@ -95,6 +97,9 @@ def holding(*entries: EntryInfo) -> Answers:
                 return known[key]
             case PinEntry(key, pinned) if key in known:
                 return structs.replace(known[key], pinned=pinned)
+            case NameTenants(salts, groups):
+                ids = [f"tenant-{at}" for at in range(len(salts))]
+                return TenantIds(ids, "shared", [f"group-{group}" for group in groups])
             case DeleteEntry(key) if key in known:
                 return Removed(1, known[key].size_bytes)
         raise unknown_key()

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from rekindle.protocol.admin import CollectExpired, Removed, Validate, Validation
+from rekindle.http.key_file import key_digest
+from rekindle.protocol.admin import CollectExpired, NameTenants, Removed, Validate, Validation
 from rekindle.protocol.events import Divergence, Reason
 from tests.api.cache.entries import ENTRY, answering, entry, holding
 from tests.api.scripted import Answers, Front, ScriptedRuntime, error, reported, unknown_key
@@ -63,7 +64,8 @@ def test_a_tenant_asks_for_itself_and_the_admin_for_all(method: str, path: str) 
     for headers in (ALPHA, ROOT):
         content = {"content-type": "application/json"}
         assert front.request(method, path, headers=headers | content).status_code == 200
-    tenant, admin = front.runtime.admin_requests
+    asked = front.runtime.admin_requests
+    tenant, admin = (each for each in asked if not isinstance(each.op, NameTenants))
     assert (tenant.admin, admin.admin) == (False, True)
     assert b"" != tenant.salt != admin.salt
 
@@ -73,6 +75,16 @@ def test_only_admins_see_the_tenant_of_an_entry() -> None:
     assert front.get("/v1/cache", headers=ROOT).json()["entries"][0]["tenant"] == "7e4a"
     assert "tenant" not in front.get("/v1/cache", headers=ALPHA).json()["entries"][0]
     assert front_of(holding(ENTRY)).get("/v1/cache/key-1").json()["tenant"] == "7e4a"
+
+
+def test_an_admin_sees_the_names_of_tenants_and_never_their_keys() -> None:
+    """A tenant without a key keeps its id."""
+    ids = ("tenant-0", "shared", "7e4a")
+    front = keyed(holding(*(entry(f"key-{each}", tenant=each) for each in ids)))
+    shown = [each["tenant"] for each in front.get("/v1/cache", headers=ROOT).json()["entries"]]
+    name = f"key-{key_digest('alpha').hex()[:8]}"
+    assert sorted(shown) == sorted([name, "(shared)", "7e4a"])
+    assert "alpha" not in front.get("/v1/cache", headers=ROOT).text
 
 
 def test_an_entry_is_found_whichever_model_has_it() -> None:

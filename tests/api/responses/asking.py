@@ -80,7 +80,9 @@ class Documents:
 class StoppedRuntime(ScriptedRuntime):
     """Answers turns, but never says that it has stored a document."""
 
-    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+    async def admin(
+        self, op: AdminOp, *, salt: bytes, admin: bool = False, groups: object = ()
+    ) -> AdminResult:
         if isinstance(op, StoreDocument):
             await asyncio.Event().wait()
         return await super().admin(op, salt=salt, admin=admin)

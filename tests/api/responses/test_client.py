@@ -198,7 +198,9 @@ class Counting(ScriptedRuntime):
 
     open_questions = most_questions = 0
 
-    async def admin(self, op: AdminOp, *, salt: bytes, admin: bool = False) -> AdminResult:
+    async def admin(
+        self, op: AdminOp, *, salt: bytes, admin: bool = False, groups: object = ()
+    ) -> AdminResult:
         self.open_questions += 1
         self.most_questions = max(self.most_questions, self.open_questions)
         await asyncio.sleep(0.01)

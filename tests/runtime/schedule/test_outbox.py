@@ -61,7 +61,8 @@ def ask(
     """A reply, and when which events were told."""
     engine = TimedEngine(async_launch=beside)
     engine.clock = Clock(monkeypatch, step_s)
-    harness = RuntimeHarness(engine, is_undisturbed=lambda: runs)
+    clock = engine.clock.perf_counter
+    harness = RuntimeHarness(engine, is_undisturbed=lambda: runs, step_clock=clock)
     told: list[tuple[float, list[Event]]] = []
     emit = harness.scheduler._emit
 

@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from rekindle.errors import CacheKeyNotFound, ServerError, Unavailable
-from rekindle.http.auth import caller_of
+from rekindle.http.auth import caller_of, keys_of
 from rekindle.protocol.admin import (
     AdminOp,
     AdminResult,
     DocumentStored,
     EntryInfo,
+    NameTenants,
     Removed,
     ShowEntry,
+    TenantIds,
 )
 from rekindle.protocol.events import Reason
 from rekindle.worker.client import RuntimeClient
@@ -36,20 +38,22 @@ class AdminClient:
 
     salt: bytes
     is_admin: bool = False
+    groups: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, request: Request) -> AdminClient:
         caller = caller_of(request)
-        return cls(caller.salt, caller.admin)
+        return cls(caller.salt, caller.admin, caller.groups)
 
     @classmethod
     def of_tenant(cls, request: Request) -> AdminClient:
         """Act for the caller as a tenant, even if it is an admin."""
-        return cls(caller_of(request).salt)
+        caller = caller_of(request)
+        return cls(caller.salt, groups=caller.groups)
 
     async def request(self, runtime: RuntimeClient, op: AdminOp, result: type[T]) -> T:
         """Send a request to one runtime. Raises the error that the runtime reports."""
-        found = await runtime.admin(op, salt=self.salt, admin=self.is_admin)
+        found = await runtime.admin(op, salt=self.salt, admin=self.is_admin, groups=self.groups)
         assert isinstance(found, result), f"{type(op).__name__} was answered by {found}"
         return found
 
@@ -67,6 +71,24 @@ class AdminClient:
                 if error.code != CacheKeyNotFound.code:
                     raise
         raise absent
+
+
+async def tenant_names(request: Request, runtime: RuntimeClient) -> dict[str, str]:
+    """The names of the tenants whose keys are known, by the id that this model's entries show. Only
+    an admin gets them."""
+    keys = keys_of(request)
+    if not caller_of(request).admin or keys.is_open:
+        return {}
+    names = {key.salt: key.name for key in keys.known}
+    groups = sorted({group for key in keys.known for group in key.groups})
+    op = NameTenants(list(names), groups)
+    ids = await AdminClient.of(request).request(runtime, op, TenantIds)
+    # A key cannot have a name with parentheses.
+    return {
+        **dict(zip(ids.tenants, names.values(), strict=True)),
+        **{each: f"(group {group})" for each, group in zip(ids.groups, groups, strict=True)},
+        ids.shared: "(shared)",
+    }
 
 
 async def refine_reason(

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from rekindle.api.base.tools import Tool, Tools, described
 from rekindle.config import Config, Preset
 from rekindle.errors import BadRequest, ConfigError, ModelNotFound, Unsupported
+from rekindle.http.limits import permitted
 from rekindle.models.catalogue import CATALOGUE, DEFAULT_MODEL, DEFAULT_VISION_MODEL
 from rekindle.models.folder import is_model_folder
 from rekindle.worker.client import RuntimeClient
@@ -62,10 +63,10 @@ class ServedModels:
 
     def runtime(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """Find a text model by name, by number, or by both if they agree."""
-        numbered = self._default if number is None else self._numbered(number)
+        numbered = self._usable_default() if number is None else self._numbered(number)
         model = self._resolved(model, self._runtimes)
         if model in (None, "", DEFAULT):
-            return numbered
+            return _named(numbered.name, self._runtimes)
         if model in self._embedders:
             endpoint = "/v1/rerank" if model in self._rankers else "/v1/embeddings"
             raise BadRequest(
@@ -75,9 +76,13 @@ class ServedModels:
             )
         return _agreed(_named(model, self._runtimes), numbered, number)
 
+    def _usable_default(self) -> RuntimeClient:
+        """The first model, or the first that the key of this request may use."""
+        return next(iter(permitted(self._runtimes).values()), self._default)
+
     def any(self, model: str | None, number: str | None = None) -> RuntimeClient:
         """Find a model of any kind by name, or a text model by number."""
-        other = self._embedders.get(self._resolved(model, self._runtimes) or "")
+        other = permitted(self._embedders).get(self._resolved(model, self._runtimes) or "")
         if other is None:
             return self.runtime(model, number)
         return other if number is None else _agreed(other, self._numbered(number), number)
@@ -93,6 +98,9 @@ class ServedModels:
     def _of_kind(
         self, model: str | None, names: Sequence[str], what: str, flag: str
     ) -> RuntimeClient:
+        usable = permitted(self._embedders)
+        if names:
+            names = [name for name in names if name in usable]
         if not names:
             raise Unsupported(f"No model here {what}: start the server with {flag}.", param="model")
         model = self._resolved(model, names)
@@ -159,10 +167,11 @@ class ServedModels:
 
 
 def _named(model: str, served: Mapping[str, RuntimeClient]) -> RuntimeClient:
-    found = served.get(model)
+    usable = permitted(served)
+    found = usable.get(model)
     if found is None:
         raise ModelNotFound(
-            f"The model {model[:128]!r} is not served here. Served: {', '.join(served)}. "
+            f"The model {model[:128]!r} is not served here. Served: {', '.join(usable)}. "
             "Leave `model` out for the first of them.",
             param="model",
         )

@@ -15,7 +15,7 @@ from rekindle.api.base.messages import DOCUMENT, VIDEO, Message, rendered
 from rekindle.api.base.models import models_of
 from rekindle.config import Config
 from rekindle.errors import Unsupported
-from rekindle.http.auth import caller_of
+from rekindle.http.auth import Caller, caller_of
 from rekindle.http.body import body_of, run_off_loop_if_large
 from rekindle.http.responses import while_connected
 from rekindle.media.loader import Hold, Loaded, LoadedText, MediaLoader
@@ -46,13 +46,13 @@ class RequestBuilder:
     """Adds what is the same for all dialects: tenant, session and the server's defaults."""
 
     config: Config
-    salt: bytes  # of the tenant
+    caller: Caller
     session: str | None = None  # from the affinity header
 
     @classmethod
     def of(cls, http: Request, runtime: RuntimeClient) -> RequestBuilder:
         session = http.headers.get(AFFINITY_HEADER)
-        return cls(models_of(http).config_of(runtime), caller_of(http).salt, session)
+        return cls(models_of(http).config_of(runtime), caller_of(http), session)
 
     def build(
         self,
@@ -87,7 +87,10 @@ class RequestBuilder:
             normalise=or_default(normalise, config.normalise),
             kv_bits=or_default(kv_bits, config.kv_bits),
             kv_quantization_start=or_default(kv_quantization_start, config.kv_quantization_start),
-            salt=self.salt,
+            salt=self.caller.salt,
+            groups=list(self.caller.groups),
+            cache_bytes=self.caller.limits.cache_bytes,
+            outranks=self.caller.admin and fields.get("priority", 0) > 0,
             **fields,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import merge
 from itertools import islice
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from msgspec import structs, to_builtins
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
-from rekindle.api.base.admin import AdminClient, durability, refine_reason
+from rekindle.api.base.admin import AdminClient, durability, refine_reason, tenant_names
 from rekindle.api.base.fields import MAX_ITEMS, FreeObject, Id, StrictModel
 from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.models import ModelNumber, models_of
@@ -81,7 +81,7 @@ class EntryBody(BaseModel):
     expires_at: float | None
     names: list[NameBody]
     preview: str  # the start of its last user message; empty for other tenants
-    tenant: str | None = None  # only admins see it
+    tenant: str | None = None  # its name, or an id if it has no key; only admins see it
     durable: bool = True  # shown only if false
 
 
@@ -94,9 +94,14 @@ class Prepared(BaseModel):
     durable: bool = True
 
 
-def entry_fields(info: EntryInfo, model: str, *, admin: bool = False) -> dict[str, Any]:
-    hidden = ("durable",) if admin else ("durable", "tenant")
+def entry_fields(
+    info: EntryInfo, model: str, tenants: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """`tenants` are the names of tenants by id, for an admin. None: the tenant is not shown."""
+    hidden = ("durable", "tenant")
     fields = {name: value for name, value in structs.asdict(info).items() if name not in hidden}
+    if tenants is not None:
+        fields["tenant"] = tenants.get(info.tenant, info.tenant)
     return {**fields, **durability(info), "model": model}
 
 
@@ -206,7 +211,8 @@ async def evict(key: str, request: Request, number: ModelNumber = None) -> Evict
 async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry) -> EntryBody:
     client = AdminClient.of(request)
     runtime, info = await client.find(models_of(request).chosen(number), op, EntryInfo)
-    return EntryBody(**entry_fields(info, runtime.name, admin=client.is_admin))
+    tenants = await tenant_names(request, runtime) if client.is_admin else None
+    return EntryBody(**entry_fields(info, runtime.name, tenants))
 
 
 Limit = Annotated[
@@ -233,13 +239,16 @@ async def list_entries(
     ops = [ListEntries(limit=limit, before=each) for each in _positions(after, len(runtimes))]
     asked = (client.request(*each, EntryList) for each in zip(runtimes, ops, strict=True))
     pages = await asyncio.gather(*asked)
+    names: list[Mapping[str, str] | None] = [None] * len(runtimes)
+    if client.is_admin:
+        names = list(await asyncio.gather(*(tenant_names(request, each) for each in runtimes)))
     listed = _merged(pages, limit)
     taken = Counter(place for place, _ in listed)
     rest = [_position(page, taken[place]) for place, page in enumerate(pages)]
     has_more = any(position != AT_END for position in rest)
     return Listing(
         entries=[
-            EntryBody(**entry_fields(info, runtimes[place].name, admin=client.is_admin))
+            EntryBody(**entry_fields(info, runtimes[place].name, names[place]))
             for place, info in listed
         ],
         count=len(listed),

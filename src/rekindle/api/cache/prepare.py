@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import Annotated
 
 from fastapi import APIRouter
 from pydantic import Field, model_validator
@@ -16,8 +17,10 @@ from rekindle.api.base.reply import Turns
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.base.tools import ChatTools, described
 from rekindle.api.cache.entries import Prepared, entry_fields
-from rekindle.errors import BadRequest, CacheKeyNotFound, ServerError, Unsupported
+from rekindle.errors import BadRequest, CacheKeyNotFound, Forbidden, ServerError, Unsupported
+from rekindle.http.auth import caller_of
 from rekindle.http.body import JsonRoute
+from rekindle.http.key_file import NAME
 from rekindle.http.responses import documented, while_connected
 from rekindle.protocol.admin import EntryInfo, Flush, IndexPrompt
 from rekindle.protocol.events import Finished
@@ -25,6 +28,7 @@ from rekindle.protocol.requests import GenerateRequest, Prepare
 from rekindle.worker.client import RuntimeClient
 
 MAX_CHARACTERS = 200_000
+Group = Annotated[str, Field(pattern=f"^{NAME}$")]
 
 router = APIRouter(route_class=JsonRoute, tags=["cache"])
 
@@ -41,6 +45,11 @@ class PrepareRequest(StrictModel):
         gt=0,
         le=10 * 365 * 86_400.0,
         description="Seconds after the last use. A pinned entry never expires without it.",
+    )
+    shared: bool | Group = Field(
+        False,
+        description="Let all tenants reuse the state, or those of the group with this name. Needs "
+        "an admin key.",
     )
     kv_bits: KvBits | None = None
     kv_group_size: KvGroupSize | None = None
@@ -69,10 +78,13 @@ class PrepareRequest(StrictModel):
     @property
     def prepare(self) -> Prepare:
         is_endless = self.pinned and "ttl" not in self.model_fields_set
-        return Prepare(pinned=self.pinned, ttl_s=None if is_endless else self.ttl)
+        ttl_s = None if is_endless else self.ttl
+        return Prepare(pinned=self.pinned, ttl_s=ttl_s, shared=self.shared)
 
 
-@router.post("/v1/cache/prepare", response_model_exclude_unset=True, responses=documented(409, 507))
+@router.post(
+    "/v1/cache/prepare", response_model_exclude_unset=True, responses=documented(403, 409, 507)
+)
 async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = None) -> Prepared:
     """Compute the start of a prompt, or with `warm: false` only index it."""
     models = models_of(request)
@@ -80,6 +92,8 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
         raise Unsupported("this server reuses nothing: it was started without --context-cache")
     runtime = models.runtime(body.model, number)
     client = AdminClient.of_tenant(request)
+    if body.shared is not False:
+        client = _sharing(body, request)
     chat = await render_chat(request, runtime, body.messages, body.resize)
     prompt = {
         **chat.fields,
@@ -87,7 +101,7 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
         "prepare": body.prepare,
     }
     if body.warm:
-        turn = RequestBuilder(models.config, client.salt).build(
+        turn = RequestBuilder(models.config, caller_of(request)).build(
             **prompt,
             max_tokens=1,
             kv_bits=body.kv_bits,
@@ -100,6 +114,15 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
         work = client.request(runtime, op, EntryInfo)
     info = await while_connected(request, work)
     return Prepared(**entry_fields(info, runtime.name))
+
+
+def _sharing(body: PrepareRequest, request: Request) -> AdminClient:
+    """Check a request for shared state. Nobody owns such state, so an admin has to look it up."""
+    if not caller_of(request).admin:
+        raise Forbidden("Only an admin key may share a prompt with other tenants.")
+    if not body.warm:
+        raise BadRequest("A shared prompt is computed at once: leave `warm` out.", param="warm")
+    return AdminClient.of(request)
 
 
 async def _warm(runtime: RuntimeClient, client: AdminClient, turn: GenerateRequest) -> EntryInfo:

@@ -70,6 +70,10 @@ class BackgroundResponses:
     def forget(self, key: Key) -> None:
         self._logs.pop(key, None)
 
+    def forget_tenant(self, tenant: bytes) -> None:
+        for key in [key for key in self._logs if key[0] == tenant]:
+            del self._logs[key]
+
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         ended = {key: log for key, log in self._logs.items() if log.is_over}

@@ -117,6 +117,14 @@ class ClientGrammars:
             raise ReportedError(outcome.error)
         return outcome.matcher.copy() if outcome.matcher else None
 
+    def forget_tenant(self, tenant: bytes) -> None:
+        """Forget the outcomes of a tenant. The compile time that it has used still counts."""
+        with self._lock:
+            if known := self._tenants.get(tenant):
+                self._remembered_bytes -= known.outcomes.used_bytes
+                for key in list(known.outcomes):
+                    known.outcomes.remove(key)
+
     def close(self) -> None:
         """End the processes."""
         with self._lock:

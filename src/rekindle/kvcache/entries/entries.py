@@ -82,6 +82,10 @@ def _age_s(row: EntryRow, clock: Clock) -> float:
 __all__ = ["Draft", "Entries", "Entry", "Name"]
 
 
+# Entries that one enforcement of a tenant's limit forgets at most, so that turns do not wait long.
+MAX_FORGOTTEN = 64
+
+
 class Entries:
     """Decides what is remembered and for how long. Called from the engine's thread; other threads
     may read `index`."""
@@ -109,6 +113,7 @@ class Entries:
         self._clock = clock
         self._journal = journal or (lambda _change: None)
         self._expired: OrderedDict[tuple[bytes, str], None] = OrderedDict()
+        self.cache_limits: dict[bytes, int] = {}  # by tenant
 
     def __len__(self) -> int:
         return len(self.index)
@@ -264,6 +269,33 @@ class Entries:
         """Delete an entry that nobody misses, and the state that no other one uses."""
         self._free(entry)
         self._on_forget(entry)
+
+    def forget_tenant(self, tenant: bytes) -> None:
+        """Forget the expired keys and the limit of a tenant whose entries were removed."""
+        for name in [name for name in self._expired if name[0] == tenant]:
+            del self._expired[name]
+        self.cache_limits.pop(tenant, None)
+
+    def set_cache_limit(self, tenant: bytes, limit_bytes: int | None) -> None:
+        """Limit the state and the entries of a tenant together. None: no limit of its own."""
+        if limit_bytes is None:
+            self.cache_limits.pop(tenant, None)
+        else:
+            self.cache_limits[tenant] = limit_bytes
+
+    def enforce_cache_limits(self) -> None:
+        """Forget unpinned entries of tenants that exceed their limit, least recently used first."""
+        for tenant, limit_bytes in self.cache_limits.items():
+            forgotten = 0
+            while self._used_bytes(tenant) > limit_bytes and forgotten < MAX_FORGOTTEN:
+                victim = self.retention.next_of(tenant)
+                if victim is None:
+                    break
+                self.forget(victim)
+                forgotten += 1
+
+    def _used_bytes(self, tenant: bytes) -> int:
+        return self._conversations.size_bytes(tenant) + self.retention.held_bytes[tenant]
 
     def _free(self, entry: Entry, *, erased: bool = False) -> int:
         self.index.remove(entry)

@@ -191,9 +191,10 @@ class Retention:
     def next_victim(self) -> Entry | None:
         """The entry that gives way next: of the largest tenant that has an unpinned entry, first
         the unnamed ones, least recently used first."""
-        return self._sizes.first(self._oldest)
+        return self._sizes.first(self.next_of)
 
-    def _oldest(self, tenant: bytes) -> Entry | None:
+    def next_of(self, tenant: bytes) -> Entry | None:
+        """The entry of a tenant that gives way next."""
         orders = (self._unpinned.get((tenant, is_free), ()) for is_free in (True, False))
         return next((next(iter(order)) for order in orders if order), None)
 

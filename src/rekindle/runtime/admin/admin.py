@@ -17,7 +17,7 @@ from rekindle.kvcache.entries.entries import Entries
 from rekindle.kvcache.entries.entry import Draft, Entry, cost_bytes
 from rekindle.protocol import admin as ops
 from rekindle.protocol.events import Reason
-from rekindle.runtime.admin.cache_info import CacheInfo, View
+from rekindle.runtime.admin.cache_info import CacheInfo, View, tenant_id
 from rekindle.runtime.admin.prefix_tree import TreeView
 from rekindle.runtime.admin.state_transfer import Offload, StateTransfer
 from rekindle.runtime.encode.input_processor import InputProcessor
@@ -36,8 +36,11 @@ from rekindle.runtime.reuse.sessions import MESSAGE, NUMBER, OWN_KINDS, PROJECT,
 from rekindle.runtime.storage.storage import Storage
 
 Reply = Callable[[ops.AdminResult], None]
+Listing = ops.ListEntries | ops.GetStats | ops.ShowTree | ops.ListDocuments
 NAME_KINDS = (PROJECT, MESSAGE, SESSION, NUMBER)  # names that serve as a key, in this order
-Removal = ops.DeleteEntry | ops.RemoveSession | ops.RemoveOld | ops.CollectExpired
+Removal = (
+    ops.DeleteEntry | ops.RemoveSession | ops.RemoveOld | ops.CollectExpired | ops.RemoveTenant
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +67,20 @@ class Admin:
         """
         own = self.input_processor.namespace(request.salt)
         view = None if request.admin else own
+        groups = self.input_processor.group_namespaces(request.groups)
         match request.op:
-            case ops.ListEntries() as op:
-                reply((yield from self.cache_info.page(op, view, own)))
-            case ops.GetStats() as op:
-                reply((yield from self.cache_info.stats(op, view)))
-            case ops.ShowTree() as op:
-                reply((yield from self._tree.show(op, view)))
+            case ops.ListEntries() | ops.GetStats() | ops.ShowTree() | ops.ListDocuments() as op:
+                reply((yield from self._list(op, view, own)))
             case ops.ShowBranch(key):
                 reply(self._tree.text(key, own))
             case ops.ShowEntry(key):
-                reply(self._show(self._find(view, own, key), view, own))
+                reply(self._show(self._find(view, own, key, groups), view, own))
             case ops.Flush(key):
                 self._flush(view, key, reply)
             case ops.PinEntry(key, pinned):
                 self._pin(self._find_to_change(view, own, key), reply, pinned=pinned)
             case ops.GetDocument(key):
                 reply(ops.Document(key, self._document(own, key)))
-            case ops.ListDocuments(prefix):
-                reply((yield from self._documents(own, prefix)))
             case ops.StoreDocument() as op:
                 self._store_document(op, own, reply)
             case ops.ExportState(key, folder):
@@ -92,27 +90,40 @@ class Admin:
                 yield from self._import(op, own, reply)
             case ops.Validate() as op:
                 assert prompt is not None, "an encoder thread encodes the prompt first"
-                reply(self._validate(op, own, prompt))
+                reply(self._validate(op, own, groups, prompt))
             case ops.IndexPrompt() as op:
                 assert prompt is not None, "an encoder thread encodes the prompt first"
                 self._index(op, own, prompt, reply)
             case ops.Tokenize() | ops.Detokenize():
                 raise AssertionError("an encoder thread answers it")
+            case ops.NameTenants(salts, names):
+                reply(self._tenant_ids(salts, names))
             case op:
                 removed = yield from self._remove(op, view, own)
                 self._when_durable(lambda durable: reply(replace(removed, durable=durable)))
+
+    def _list(self, op: Listing, view: View, own: bytes) -> Pieces[ops.AdminResult]:
+        match op:
+            case ops.ListEntries():
+                return (yield from self.cache_info.page(op, view, own))
+            case ops.GetStats():
+                return (yield from self.cache_info.stats(op, view))
+            case ops.ShowTree():
+                return (yield from self._tree.show(op, view))
+            case ops.ListDocuments(prefix):
+                return (yield from self._documents(own, prefix))
 
     @property
     def _tree(self) -> TreeView:
         return TreeView(self.storage.store, self.input_processor.tokenizer)
 
-    def _find(self, view: View, own: bytes, key: str) -> Entry:
+    def _find(self, view: View, own: bytes, key: str, groups: tuple[bytes, ...] = ()) -> Entry:
         """Find an entry by its key or by a name: of the caller, or one that the operator shares.
 
         Raises CacheKeyNotFound, also for the key of another tenant.
         """
         entry = self.storage.entries.by_key(view, key) or self.sessions.keys.find(
-            own, key, NAME_KINDS
+            own, key, NAME_KINDS, groups
         )
         if entry is None:
             raise CacheKeyNotFound
@@ -146,6 +157,8 @@ class Admin:
     def _remove(self, op: Removal, view: View, own: bytes) -> Pieces[ops.Removed]:
         entries, remove = self.storage.entries, self.storage.entries.remove
         match op:
+            case ops.RemoveTenant(salt):
+                return self._remove_tenant(salt)
             case ops.DeleteEntry(key):
                 return _removing([self._find_to_change(view, own, key)], remove)
             case ops.RemoveSession(name):
@@ -157,6 +170,24 @@ class Admin:
                     entries.index.of(view),
                     lambda entry: remove(entry) if self._is_old_session(entry, seconds) else None,
                 )
+
+    def _tenant_ids(self, salts: list[bytes], groups: list[str]) -> ops.TenantIds:
+        processor = self.input_processor
+        return ops.TenantIds(
+            tenants=[tenant_id(processor.namespace(salt)) for salt in salts],
+            shared=tenant_id(processor.shared_namespace),
+            groups=[tenant_id(each) for each in processor.group_namespaces(groups)],
+        )
+
+    def _remove_tenant(self, salt: bytes) -> Pieces[ops.Removed]:
+        """Delete all entries of a tenant, with their state in every tier, their documents and their
+        images, and what is counted or remembered in memory. Its turns were cancelled before."""
+        own, entries = self.input_processor.namespace(salt), self.storage.entries
+        removed = yield from _removing(entries.index.of(own), entries.remove)
+        entries.forget_tenant(own)
+        self.cache_info.forget_tenant(own)
+        self.input_processor.forget_tenant(salt)
+        return removed
 
     def _is_old_session(self, entry: Entry, seconds: float) -> bool:
         return _is_session(entry) and self.storage.entries.is_older(entry, seconds)
@@ -261,10 +292,13 @@ class Admin:
                 op.key, lambda durable: reply(ops.DocumentStored(kept=True, durable=durable))
             )
 
-    def _validate(self, op: ops.Validate, own: bytes, encoded: EncodedPrompt) -> ops.Validation:
+    def _validate(
+        self, op: ops.Validate, own: bytes, groups: tuple[bytes, ...], encoded: EncodedPrompt
+    ) -> ops.Validation:
         """Predict whether a request would hit an entry. Nothing is changed or counted."""
         entries, prompt, hashes = self.storage.entries, encoded.prompt, encoded.hashes
-        entry, problem, nearest = self.sessions.keys.find(own, op.cache_key), None, None
+        entry = self.sessions.keys.find(own, op.cache_key, groups=groups)
+        problem, nearest = None, None
         if entry is None:
             expired = entries.has_expired(own, op.cache_key)
             problem = Reason.EXPIRED if expired else Reason.CACHE_KEY_NOT_FOUND
@@ -273,8 +307,8 @@ class Admin:
         usable = prompt.tokens[: prompt.tokens.whole_media(len(prompt.tokens) - 1)]
         is_default = entry is None or entry.namespace == entry.tenant
         namespace = own if entry is None or is_default else entry.namespace
-        match = self.planner.match(namespace, usable, is_default=is_default)
-        reusable = self.planner.reusable_tokens(namespace, usable, is_default=is_default)
+        match = self.planner.match(namespace, usable, groups, is_default=is_default)
+        reusable = self.planner.reusable_tokens(namespace, usable, groups, is_default=is_default)
         outcome = classify(
             ReuseInputs(
                 prompt_tokens=len(prompt.tokens),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -27,6 +28,12 @@ from rekindle.runtime.model_process import PIECE_ENTRIES, Pieces
 from rekindle.runtime.reuse.admission import Planner
 from rekindle.runtime.storage.storage import Storage
 
+
+def tenant_id(namespace: bytes) -> str:
+    """How an admin sees a tenant. It differs between models and between servers."""
+    return blake3(namespace).hexdigest()[:12]
+
+
 View = bytes | None  # the namespace that the caller may see; None: an admin sees all of them
 
 
@@ -38,7 +45,8 @@ class CacheInfo:
     planner: Planner
     preview: Preview
     counts: Counts
-    statuses: Mapping[View, Mapping[Status, int]]  # number of turns by reuse status, in each view
+    #: Number of turns by reuse status, in each view.
+    statuses: MutableMapping[View, Counter[Status]]
     active_turns: Callable[[], int]
 
     def info(self, entry: Entry) -> EntryInfo:
@@ -61,7 +69,7 @@ class CacheInfo:
             last_used=entry.last_used_at,
             expires_at=None if left_s is None else self.storage.clock.wall_s() + left_s,
             names=[EntryName(kind, name) for kind, name in sorted(entry.names)],
-            tenant=blake3(entry.tenant).hexdigest()[:12],
+            tenant=tenant_id(entry.tenant),
             lru_position=entry.place,
             has_document=bool(entry.document),
         )
@@ -108,6 +116,11 @@ class CacheInfo:
         if op.of_entries:
             yield from self._count_entries(view, stats)
         return stats
+
+    def forget_tenant(self, tenant: bytes) -> None:
+        """Forget the tenant's part of the counts."""
+        self.statuses.pop(tenant, None)
+        self.storage.store.counts.evicted.pop(tenant, None)
 
     def _count_entries(self, view: View, stats: Stats) -> Pieces[None]:
         """Count living entries, most recently used first. An entry that is used between two pieces

@@ -165,9 +165,16 @@ class KvManager:
         """Use an idle moment to copy one block to the store. Returns False if there is nothing to
         copy, or if the disk writer is behind."""
         pools = self.idle.by_type.values()
-        return not self._store.tiers.is_congested and any(
+        has_worked = not self._store.tiers.is_congested and any(
             pool.work_in_idle_moment() for pool in pools
         )
+        if has_worked:
+            self.enforce_cache_limits()
+        return has_worked
+
+    def enforce_cache_limits(self) -> None:
+        """Remove state of tenants that store more than their API key allows."""
+        self._storage.entries.enforce_cache_limits()
 
     def export(self, handle: PrefixHandle, then: Callable[[], None]) -> None:
         """Copy the state of one conversation to the store, then call back."""

@@ -9,7 +9,7 @@ from functools import partial
 from rekindle.engine.base import EngineOptions
 from rekindle.engine.registry import kind_of, load_embedder
 from rekindle.errors import Unsupported
-from rekindle.protocol.admin import AdminReply, AdminRequest, GetStats
+from rekindle.protocol.admin import AdminReply, AdminRequest, GetStats, Removed, RemoveTenant
 from rekindle.protocol.frames import Loading, Ready, TurnRequest
 from rekindle.protocol.requests import Cancel, EmbedRequest, RankRequest
 from rekindle.protocol.settings import RuntimeSettings
@@ -72,6 +72,9 @@ class EmbeddingProcess(ModelProcess[EmbeddingTurn | AdminRequest | Cancel]):
                 self._scheduler.cancel(turn)
             case AdminRequest(id=number, op=GetStats()):
                 self.link.send(AdminReply(number, self._scheduler.stats()))
+            case AdminRequest(id=number, op=RemoveTenant(salt)):
+                removed = Removed(self._scheduler.forget_tenant(salt), 0)
+                self.link.send(AdminReply(number, removed))
             case AdminRequest():
                 refusal = Unsupported("this model keeps no conversations")
                 self.link.send(AdminReply(message.id, error=refusal.info))

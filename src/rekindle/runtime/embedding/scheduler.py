@@ -34,6 +34,13 @@ class VectorCache:
     def put(self, salt: bytes, key: bytes, row: Matrix) -> None:
         self.rows.put((salt, key), row)
 
+    def forget(self, salt: bytes) -> int:
+        """Remove the rows of a tenant. Returns their number."""
+        found = [name for name in self.rows if name[0] == salt]
+        for name in found:
+            self.rows.remove(name)
+        return len(found)
+
 
 EmbeddingBatch = list[tuple[EmbeddingTurn, Input]]
 
@@ -72,6 +79,10 @@ class EmbeddingScheduler:
             self._finish(turn)
         else:
             self._waiting.put(request.salt, turn)
+
+    def forget_tenant(self, salt: bytes) -> int:
+        """Remove what was computed for a tenant. Returns the number of vectors."""
+        return self._cache.forget(salt)
 
     def cancel(self, number: int) -> None:
         for turn in self._waiting:

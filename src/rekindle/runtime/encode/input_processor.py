@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -78,11 +78,30 @@ class InputProcessor:
         """Whether the model writes reasoning before its answer."""
         return self._output_format.format.reasoning is not None
 
+    def forget_tenant(self, salt: bytes) -> None:
+        """Forget what was remembered of the tenant's requests."""
+        self._chats.recent_chats.forget(self.namespace(salt))
+        self._output_format.forget_tenant(salt)
+
     def close(self) -> None:
         self._output_format.close()
 
     def namespace(self, salt: bytes) -> bytes:
         return namespace(self._fingerprint, salt, self._capabilities.block_tokens, self._secret)
+
+    def group_namespaces(self, groups: Iterable[str]) -> tuple[bytes, ...]:
+        """The namespaces of state that the operator shares with groups of tenants."""
+        return tuple(self._group_namespace(group) for group in groups)
+
+    def _group_namespace(self, group: str) -> bytes:
+        return self.namespace(SHARED_SALT + b"\0" + group.encode())
+
+    def owner(self, request: GenerateRequest) -> bytes:
+        """The namespace in which the state of a request is stored."""
+        shared = request.prepare.shared if request.prepare is not None else False
+        if isinstance(shared, str):
+            return self._group_namespace(shared)
+        return self.shared_namespace if shared else self.namespace(request.salt)
 
     def encode(self, request: GenerateRequest) -> list[EncodedRequest]:
         """Encode the prompt once, and return a request for each choice.
@@ -97,8 +116,7 @@ class InputProcessor:
             )
         check_token_ids(request.sampling.logit_bias, self.tokenizer, "logit_bias")
         check_token_ids(request.stop_token_ids, self.tokenizer, "stop_token_ids")
-        is_shared = request.prepare is not None and request.prepare.shared
-        tenant = self.shared_namespace if is_shared else self.namespace(request.salt)
+        tenant = self.owner(request)
         request, pictures, changes = self._normalised(request, tenant)
         whole = self._prompt(request, tenant, pictures.in_prompt)
         encoded = self._truncated(whole, request)
@@ -117,6 +135,7 @@ class InputProcessor:
                 hashes=encoded.hashes,
                 normalised=normalised,
                 namespace=tenant,
+                groups=self.group_namespaces(request.groups),
                 precision=precision(choice, self._capabilities, tenant),
                 decoding=decoding,
                 shown_prompt=shown,
@@ -350,6 +369,9 @@ class OutputFormat:
         if first is None:
             return [None] * count
         return [first, *(first.copy() for _ in range(count - 1))]
+
+    def forget_tenant(self, salt: bytes) -> None:
+        self._grammars.forget_tenant(salt)
 
     def close(self) -> None:
         self._grammars.close()

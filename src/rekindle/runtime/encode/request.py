@@ -60,7 +60,7 @@ def precision(request: GenerateRequest, capabilities: Capabilities, tenant: byte
     """
     default = KvFormat(capabilities.kv_type, tenant)
     # State that the operator shares has the default type, because all turns can start from it.
-    is_shared = request.prepare is not None and request.prepare.shared
+    is_shared = request.prepare is not None and request.prepare.shared is not False
     bits = None if is_shared else request.kv_bits
     kv_type = _kv_type(capabilities, bits, request.kv_group_size)
     if kv_type == capabilities.kv_type:
@@ -156,6 +156,7 @@ class EncodedRequest(EncodedPrompt):
 
     request: GenerateRequest
     namespace: bytes  # of the tenant
+    groups: tuple[bytes, ...] = ()  # namespaces that are shared with groups of the tenant
     precision: Precision
     decoding: ReplyDecoding
     shown_prompt: str | None = None  # text of the prompt, if the request asks for it

@@ -39,7 +39,8 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """A tenant sees its own state and the state that the operator shares with all tenants."""
+    """A tenant sees its own state, and the state that the operator shares with all tenants or with
+    a group of them. `groups` are the namespaces of the latter."""
 
     capabilities: Capabilities
     store: Store
@@ -87,13 +88,14 @@ class Planner:
             return Plan.nothing()
         usable = turn.tokens.first(turn.tokens.whole_media(limit))  # never cut an image
         is_default = kv_format == turn.precision.default
-        stored = self.match(kv_format.namespace, usable, is_default=is_default)
+        groups = turn.encoded.groups
+        stored = self.match(kv_format.namespace, usable, groups, is_default=is_default)
         if self.can_truncate:
             if turn.request.exact:
                 whole = usable if self.capabilities.whole_pictures else Tokens()
                 return resolve_exact(whole, stored, step_tokens=self.capabilities.step_tokens)
             return resolve(usable, stored, live, block_tokens=self.capabilities.block_tokens)
-        checkpoints = self._resumable(kv_format.namespace, usable, is_default=is_default)
+        checkpoints = self._resumable(kv_format.namespace, usable, groups, is_default=is_default)
         if turn.problem:  # a tier failed, so skip checkpoints with an unreadable block below them
             readable = self.store.is_readable
             checkpoints = (each for each in checkpoints if all(map(readable, chain(each))))
@@ -103,22 +105,36 @@ class Planner:
             )
         return resolve_whole(usable, stored, checkpoints, live)
 
-    def match(self, namespace: bytes, tokens: Tokens, *, is_default: bool = True) -> Match:
+    def match(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        groups: tuple[bytes, ...] = (),
+        *,
+        is_default: bool = True,
+    ) -> Match:
         """The longest stored match, whether or not a turn can resume from its end.
 
         Shared state has the default KV type. It is used if it matches more than the tenant's own.
         """
-        own = self.store.match(namespace, tokens)
-        if not is_default:
-            return own
-        shared = self.store.match(self.shared_namespace, tokens)
-        return shared if shared.tokens > own.tokens else own
+        best = self.store.match(namespace, tokens)
+        for shared in (self.shared_namespace, *groups) if is_default else ():
+            found = self.store.match(shared, tokens)
+            best = found if found.tokens > best.tokens else best
+        return best
 
-    def reusable_tokens(self, namespace: bytes, tokens: Tokens, *, is_default: bool = True) -> int:
+    def reusable_tokens(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        groups: tuple[bytes, ...] = (),
+        *,
+        is_default: bool = True,
+    ) -> int:
         """Number of tokens that a turn could reuse from the store."""
         if self.can_truncate:
-            return self.match(namespace, tokens, is_default=is_default).tokens
-        newest = next(self._resumable(namespace, tokens, is_default=is_default), None)
+            return self.match(namespace, tokens, groups, is_default=is_default).tokens
+        newest = next(self._resumable(namespace, tokens, groups, is_default=is_default), None)
         return newest.stop if newest else 0
 
     def resume_points(self, handle: PrefixHandle) -> Iterator[Block]:
@@ -128,9 +144,17 @@ class Planner:
         is_default = handle.namespace == handle.tenant
         return self._resumable(handle.namespace, handle.tokens, is_default=is_default)
 
-    def _resumable(self, namespace: bytes, tokens: Tokens, *, is_default: bool) -> Iterator[Block]:
+    def _resumable(
+        self,
+        namespace: bytes,
+        tokens: Tokens,
+        groups: tuple[bytes, ...] = (),
+        *,
+        is_default: bool,
+    ) -> Iterator[Block]:
         """Blocks with a checkpoint, newest first."""
-        namespaces = {namespace, self.shared_namespace if is_default else namespace}
+        shared = {self.shared_namespace, *groups} if is_default else set()
+        namespaces = {namespace} | shared
         found = (self.store.checkpoints(each, tokens) for each in namespaces)
         return merge(*found, key=lambda block: -block.stop)
 
@@ -163,17 +187,19 @@ class Admission:
 
         `parked=False` ignores sequences that are parked outside the pool.
         """
-        route = self._planner.route(turn, lambda kv_format: self._live(kv_format, running, parked))
+        route = self._planner.route(
+            turn, lambda kv_format: self._live(turn, kv_format, running, parked)
+        )
         turn.kv_format, turn.requantise_at = route.kv_format, route.requantise_at
         may_cut = self._capabilities.can_truncate and not turn.request.exact
         return self._kv.cost_gate.apply(route.plan, may_cut=may_cut)
 
     def _live(
-        self, kv_format: KvFormat, running: list[Turn], parked: bool
+        self, of: Turn, kv_format: KvFormat, running: list[Turn], parked: bool
     ) -> Iterator[Live[Sequence]]:
-        shared = self._planner.shared_namespace
         is_default = kv_format.kv_type == self._capabilities.kv_type
-        allowed = (kv_format.namespace, shared if is_default else None)
+        shared = (self._planner.shared_namespace, *of.encoded.groups) if is_default else ()
+        allowed = (kv_format.namespace, *shared)
         for turn in running:
             if turn.shares and turn.kv_format.namespace in allowed and turn.sequence:
                 yield Live(turn.sequence, turn.tokens.first(turn.held_tokens))

@@ -75,10 +75,16 @@ class KeyLookup:
     entries: Entries
     shared_namespace: bytes  # of prompts that the operator shares with all tenants
 
-    def find(self, own: bytes, key: str, kinds: Sequence[str] = (PROJECT,)) -> Entry | None:
-        """Look for the key, then for a name of these kinds, among the tenant's own entries and then
-        among the shared ones."""
-        for namespace in (own, self.shared_namespace):
+    def find(
+        self,
+        own: bytes,
+        key: str,
+        kinds: Sequence[str] = (PROJECT,),
+        groups: Sequence[bytes] = (),
+    ) -> Entry | None:
+        """Look for the key, then for a name of these kinds, among the tenant's own entries, then
+        among those that its groups share, and then among those that all tenants share."""
+        for namespace in (own, *groups, self.shared_namespace):
             if entry := self.entries.by_key(namespace, key):
                 return entry
             named = (self.entries.by_name(namespace, (kind, key)) for kind in kinds)
@@ -139,7 +145,8 @@ class Pins:
         pinned = self._entries.retention.pinned_blocks
         missing = pinned.missing_bytes(tier, candidate)
         limit, tenants = tier.budget.limit_bytes, self._entries.retention.tenants_with(tenant)
-        for view, limit_bytes in ((None, limit), (tenant, limit // tenants)):
+        own_limit = min(limit // tenants, self._entries.cache_limits.get(tenant, limit))
+        for view, limit_bytes in ((None, limit), (tenant, own_limit)):
             needed = pinned.held_bytes(tier, view) + missing
             if needed > limit_bytes:
                 raise NoRoomForPins(
@@ -199,6 +206,8 @@ class Sessions:
         """Look up the entry that the request names; raises NoRoomForPins."""
         request, namespace = encoded.request, encoded.namespace
         write_back = self._write_back(encoded)
+        if request.prepare is None or request.prepare.shared is False:
+            self._entries.set_cache_limit(namespace, request.cache_bytes)
         if request.prepare is not None:
             if request.prepare.pinned:
                 prompt = encoded.prompt
@@ -209,7 +218,7 @@ class Sessions:
         names = request.names
         if names is None or not request.reuse:
             return Lookup(write_back=write_back)
-        entry, problem = self._by_key(namespace, names)
+        entry, problem = self._by_key(encoded, names)
         session = None
         if names.by_fingerprint and encoded.hashes is not None:
             entry, session = self._fingerprints.find(encoded, entry)
@@ -227,12 +236,12 @@ class Sessions:
     def count_hit(self, entry: Entry) -> None:
         self._entries.count_hit(entry)
 
-    def _by_key(self, namespace: bytes, names: Names) -> tuple[Entry | None, Reason | None]:
+    def _by_key(self, encoded: EncodedRequest, names: Names) -> tuple[Entry | None, Reason | None]:
         """Return the entry of the cache key, or of the first known session key, and what is wrong
         with the cache key."""
-        entry, problem = None, None
+        entry, problem, namespace = None, None, encoded.namespace
         if names.cache_key is not None:
-            entry = self.keys.find(namespace, names.cache_key)
+            entry = self.keys.find(namespace, names.cache_key, groups=encoded.groups)
             problem = None if entry else self._why_missing(namespace, names.cache_key)
         found = (self._entries.by_name(namespace, name) for name in session_keys(names))
         return entry or next((each for each in found if each), None), problem

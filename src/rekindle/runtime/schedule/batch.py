@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 
 from rekindle.engine.base import Capabilities, Work
-from rekindle.fair_queue import FairShare
-from rekindle.runtime.schedule.turn import Turn, tenant_of
+from rekindle.fair_queue import EngineShare, interleaved
+from rekindle.runtime.schedule.turn import Turn
 
 # Longest time that a prefill chunk may delay a cancellation, and the tokens of other replies.
 ALONE_S, SHARED_S = 0.9, 0.25
@@ -26,6 +26,8 @@ FIRST_CHUNK_TOKENS = 16
 RETRY_STEPS = 8
 # After this many chunks, a long prompt lets the next prompt run.
 QUANTUM_CHUNKS = 4
+# A tenant's prompts wait while it is this much engine time ahead of another one that is running.
+MAX_LEAD_S = 1.0
 
 
 class Batch:
@@ -65,28 +67,37 @@ class Batch:
 class StepTiming:
     """Duration of one step, or the average of the equal steps of a multi-step decode."""
 
-    __slots__ = ("_last_s", "_start_s", "batch", "step_s", "steps")
+    __slots__ = ("_clock", "_last_s", "_start_s", "batch", "step_s", "steps")
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, clock: Callable[[], float] = time.perf_counter) -> None:
         self.batch = batch
         self.steps = 1
         self.step_s = 0.0
-        self._start_s = self._last_s = time.perf_counter()
+        self._clock = clock
+        self._start_s = self._last_s = clock()
 
     def would_exceed(self, limit_s: float) -> bool:
         """Whether another step like the last one would end after the limit."""
-        now_s = time.perf_counter()
+        now_s = self._clock()
         return 2 * now_s - self._last_s > self._start_s + limit_s
 
     def next_step(self) -> float:
         """Begin another step. Returns the duration of the last one."""
-        now_s = time.perf_counter()
+        now_s = self._clock()
         last_s, self._last_s = now_s - self._last_s, now_s
         self.steps += 1
         return last_s
 
     def stop(self) -> None:
-        self.step_s = (time.perf_counter() - self._start_s) / self.steps
+        self.step_s = (self._clock() - self._start_s) / self.steps
+
+    def used_s(self) -> dict[bytes, float]:
+        """The time of the steps by tenant, in proportion to the tokens that were computed."""
+        used_s: dict[bytes, float] = {}
+        row_s = self.step_s * self.steps / max(self.batch.rows, 1)
+        for turn, work in self.batch:
+            used_s[turn.tenant] = used_s.get(turn.tenant, 0.0) + len(work.tokens) * row_s
+        return used_s
 
     def drop_last_step(self) -> None:
         """Leave out the last step, because it was not computed."""
@@ -98,19 +109,20 @@ class StepTiming:
 class Batcher:
     """Composes batches of running turns.
 
-    The tenant that has had the fewest prefill tokens comes first. The prompts of one tenant take
+    The tenant that has received the least engine time comes first. The prompts of one tenant take
     turns after a quantum of a few chunks.
     """
 
-    # On a GPU, prompts with at most this much left do not wait for the budget of long ones.
+    # Prompts with at most this much left do not wait for the long ones of other tenants, nor, on a
+    # GPU, for their budget.
     SHORT_TOKENS = 64
 
-    def __init__(self, capabilities: Capabilities, parallel: int) -> None:
+    def __init__(self, capabilities: Capabilities, parallel: int, share: EngineShare) -> None:
+        self._share = share
         self._step_tokens = capabilities.step_tokens
         self._whole_pictures = capabilities.whole_pictures
         self._chunk_size = ChunkSize(capabilities.batch_tokens - parallel)
         self._budget = PrefillBudget() if capabilities.device == "gpu" else None
-        self._prefilled_tokens: FairShare[Turn] = FairShare(tenant_of)
 
     def learn(self, timing: StepTiming) -> None:
         batch = timing.batch
@@ -137,8 +149,19 @@ class Batcher:
         return has_room
 
     def in_prefill_order(self, turns: list[Turn]) -> list[Turn]:
-        """Order running turns by whose prompt is computed first."""
-        return self._prefilled_tokens.interleave(turns)
+        """Order running turns by whose prompt is computed first: turns that outrank the others,
+        then the first turn of each tenant, then the second of each, and so on."""
+        by_tenant: dict[bytes, list[Turn]] = {}
+        for turn in turns:
+            by_tenant.setdefault(turn.tenant, []).append(turn)
+
+        def order(tenant: bytes) -> tuple[float, int]:
+            """Among equal tenants, such as one that has just come, the shortest prompt is first."""
+            pending = min(turn.pending_tokens for turn in by_tenant[tenant])
+            return self._share.received_s(tenant), pending
+
+        fair = interleaved(by_tenant[tenant] for tenant in sorted(by_tenant, key=order))
+        return sorted(fair, key=lambda turn: -turn.rank)  # stable
 
     def compose(self, running: list[Turn], waiting: int = 0) -> Batch:
         """Compose the next step. `waiting` is the number of turns that have not started yet."""
@@ -151,10 +174,12 @@ class Batcher:
         prefilling = [turn for turn in _prefilling(running) if not turn.wants_vectors]
         if not prefilling:
             return
-        prefilling = self.in_prefill_order(prefilling)
         batch.prefilling = len(prefilling) + waiting
+        if batch.decoding:
+            prefilling = self._within_lead(prefilling, running)
+        prefilling = self.in_prefill_order(prefilling)
         limit, budget = self._max_chunk_tokens(running), self._budget if batch.decoding else None
-        if budget:
+        if budget or len({turn.tenant for turn in prefilling}) > 1:
             prefilling = self._short_first(prefilling)
         pending = sum(turn.pending_tokens for turn in prefilling)
         if budget:
@@ -168,8 +193,17 @@ class Batcher:
             if len(work.tokens) > room and len(batch) > batch.decoding and not turn.request.exact:
                 continue  # an image that has to be computed whole gets a step of its own
             batch.add_chunk(turn, work)
-            self._prefilled_tokens.charge(turn.tenant, len(work.tokens))
             room -= len(work.tokens)
+
+    def _within_lead(self, prefilling: list[Turn], running: list[Turn]) -> list[Turn]:
+        """Leave out the prompts of tenants that are too far ahead of another running tenant, so
+        that a tenant that only decodes gets its share of the engine's time.
+
+        Responses are not held back: in a batch, one more row costs the others little.
+        """
+        received_s = self._share.received_s
+        limit_s = min(received_s(turn.tenant) for turn in running) + MAX_LEAD_S
+        return [turn for turn in prefilling if turn.rank or received_s(turn.tenant) <= limit_s]
 
     def _short_first(self, prefilling: list[Turn]) -> list[Turn]:
         """Leave only short prompts, if the tenant that comes first has one. Otherwise its long

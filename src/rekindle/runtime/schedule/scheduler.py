@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rekindle.engine.base import Engine, Sampled
 from rekindle.errors import EngineBroken, PoolFull, ServerError
+from rekindle.fair_queue import EngineShare
 from rekindle.protocol.events import Cancelled, Event, Failed, Started
 from rekindle.runtime.device.idle_pool import RowsByType
 from rekindle.runtime.device.images import PictureEncoder
@@ -20,6 +22,8 @@ from rekindle.runtime.schedule.turn import Turn, TurnQueues, insert
 MAX_RESTARTS = 3
 # Longest multi-step decode. Then new turns, messages and background work get their chance.
 MAX_MULTI_STEP_S = 0.02
+# A turn that has waited for this long takes the place of a tenant that has more than its share.
+MAX_WAIT_S = 0.5
 
 Emit = Callable[[list[Event]], None]
 
@@ -37,8 +41,10 @@ class Scheduler:
         is_undisturbed: Callable[[], bool],
         *,
         parallel: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`is_undisturbed` tells whether nothing but running turns wants the engine's thread."""
+        self._clock = clock
         self._engine = engine
         self._pictures = pictures
         self._kv = kv
@@ -47,9 +53,10 @@ class Scheduler:
         self._parallel = parallel
         self._is_undisturbed = is_undisturbed
         self._overlaps = engine.capabilities.async_launch
-        self._queues = TurnQueues()
+        share = EngineShare()
+        self._queues = TurnQueues(share)
         self._restoring, self._running = self._queues.restoring, self._queues.running
-        self._batcher = Batcher(engine.capabilities, parallel)
+        self._batcher = Batcher(engine.capabilities, parallel, share)
         self._outbox = Outbox()
 
     @property
@@ -65,6 +72,7 @@ class Scheduler:
         return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def submit(self, turn: Turn) -> None:
+        turn.waiting_since_s = self._clock()
         self._queues.submit(turn)
 
     def step(self) -> bool:
@@ -76,6 +84,7 @@ class Scheduler:
             self._kv.budget.renew(is_shared=any(turn.pending_tokens == 1 for turn in self._running))
             self._restore()
             self._admit()
+            self._yield_place()
             self._requantise()
             has_flushed = self._kv.export_some(self._running)
             has_encoded = self._encode_picture()
@@ -102,7 +111,7 @@ class Scheduler:
         if batch.has_prefill:
             self._outbox.hasten()  # the step is long, so pending text does not wait for its end
         self._deliver_due(in_flight=False)
-        timing = StepTiming(batch)
+        timing = StepTiming(batch, self._clock)
         try:
             pending = self._engine.launch(batch.work)
             self._deliver_due(in_flight=True)
@@ -170,6 +179,7 @@ class Scheduler:
         """Give the time of computed steps to everything that decides by it."""
         batch = timing.batch
         self._batcher.learn(timing)
+        self._queues.charge(timing.used_s())
         if len(batch) == 1:  # a single prompt shows what computing costs, compared with restoring
             [turn] = batch.turns
             self._kv.cost_gate.learn_computing(turn.held_tokens, batch.rows, timing.step_s)
@@ -228,6 +238,34 @@ class Scheduler:
             self._queues.begin(turn)
             self._move(turn, outcome)
 
+    def _yield_place(self) -> None:
+        """Preempt a turn of a tenant that has more than its share, for one that waits too long."""
+        if not self._queues.waiting or not self._running:
+            return
+        waiting = self._queues.next_to_start(
+            self._engine.capabilities.exact_sequences,
+            self._batcher.tenants_with_room(self._running),
+        )
+        if waiting is None or self._clock() - waiting.waiting_since_s < MAX_WAIT_S:
+            return
+        is_full = self._queues.started >= self._parallel
+        turn = self._queues.to_yield(waiting, is_full=is_full, quantum_s=MAX_WAIT_S)
+        if turn is None:
+            return
+        self._flush()
+        if turn.output.finish_reason is None:  # else its text has just ended it
+            waiting.waiting_since_s = self._clock()  # freeing its memory may take some steps
+            self._put_back(turn)
+        self._admit()
+
+    def _put_back(self, turn: Turn) -> None:
+        """Preempt a turn. It waits before the other turns of its tenant, and its state is kept."""
+        self._kv.counts.preemptions += 1
+        self._queues.remove(turn)
+        turn.waiting_since_s = self._clock()
+        self._queues.wait_first(turn)
+        self._kv.preempt(turn)
+
     def _requantise(self) -> None:
         """Convert the state of turns that have reached the start of KV quantisation. They do not
         run until that is done. Tenants take turns."""
@@ -246,10 +284,11 @@ class Scheduler:
 
     @contextmanager
     def _moving_state(self, turn: Turn) -> Iterator[None]:
-        """Count the state that is moved for a turn as its tenant's."""
-        before_bytes = self._kv.counts.moved_bytes
+        """Count the state that is moved for a turn, and the time that it takes, as its tenant's."""
+        before_bytes, before_s = self._kv.counts.moved_bytes, self._clock()
         yield
         self._queues.count_moved(turn, self._kv.counts.moved_bytes - before_bytes)
+        self._queues.charge({turn.tenant: self._clock() - before_s})
 
     def _encode_picture(self) -> bool:
         """Get the vectors of one image for a turn whose prefill has reached it. At most one image
@@ -328,8 +367,11 @@ class Scheduler:
     def _retire_ended(self) -> None:
         """Keep what ended turns computed and free what they hold. Each leaves the list first,
         because keeping its state may break the engine."""
+        has_ended = bool(self._queues.ended)
         while self._queues.ended:
             self._kv.retire(self._queues.ended.pop(0))
+        if has_ended:
+            self._kv.enforce_cache_limits()
 
     def _preempt(self, batch: Batch) -> None:
         """Make room in a full pool. If idle sequences do not free enough, a turn has to wait."""
@@ -348,11 +390,7 @@ class Scheduler:
         holding = [turn for turn in shared if turn.kv_format.kv_type in full]
         if not holding:
             return  # all of them ended in the flush
-        preempted = self._queues.to_preempt(holding)
-        self._kv.counts.preemptions += 1
-        self._queues.remove(preempted)
-        self._queues.wait_first(preempted)
-        self._kv.preempt(preempted)
+        self._put_back(self._queues.to_preempt(holding))
 
     def _restart_all(self, error: EngineBroken) -> None:
         """Start every turn again from its tokens after the engine has lost all sequences. Turns

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, dropwhile, takewhile
 
 from rekindle.chat.messages import SYSTEM_ROLES
 from rekindle.chat.prompt import Prompt
 from rekindle.engine.base import Capabilities, KvType, Matrix, Sampled, Sampler, Sequence, Work
-from rekindle.fair_queue import FairShare
+from rekindle.fair_queue import EngineShare, FairShare
 from rekindle.kvcache.block import Block, PrefixHandle, WriteBack, chain_key
 from rekindle.kvcache.entries.entry import Entry
 from rekindle.kvcache.plan import Plan
@@ -188,6 +188,7 @@ class Turn:
         self.waits_for_vectors = False  # until they are read from disk
         # In the queue.
         self.place = 0  # among the turns of its tenant, the lowest first
+        self.waiting_since_s = 0.0  # on the scheduler's clock
         self.chunk_tokens = 0  # computed since it last came to the front of the prefill queue
         self.restarts = 0
         self.is_started = False
@@ -196,6 +197,11 @@ class Turn:
         self.prompt_eval_s = 0.0
         self.unreported_s = 0.0  # prefill time since the last progress report
         self.first_token_at_s: float | None = None
+
+    @property
+    def rank(self) -> int:
+        """Its priority against the turns of other tenants. Only an admin key can raise it."""
+        return max(self.request.priority, 0) if self.request.outranks else 0
 
     @property
     def generated_tokens(self) -> int:
@@ -225,6 +231,12 @@ class Turn:
         """Whether its next tokens only extend the reply, without checkpoint or requantisation."""
         is_watched = self.request.exact or self.checkpoints or self.requantise_at is not None
         return self.generated_tokens > 0 and not is_watched
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it may be preempted for another tenant. Its state is kept then."""
+        is_moving = self.restoration or self.requantisation
+        return self.request.reuse and not self.request.exact and not is_moving
 
     @property
     def must_requantise(self) -> bool:
@@ -330,18 +342,19 @@ OVERTAKEN_TURNS = 8
 class TurnQueues:
     """The turns by what they do now. In each queue the turns of a tenant are ordered by place.
 
-    Tenants take turns: one that has started few turns, or restored few bytes, comes before one that
-    has had more. Priority counts among the turns of one tenant only.
+    A tenant that holds few places, has received little engine time, or restored few bytes, comes
+    before one that has had more. Priority counts among the turns of one tenant only, unless it was
+    sent with an admin key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, share: EngineShare) -> None:
+        self._share = share
         self._waiting: dict[bytes, list[Turn]] = {}  # by tenant
         self.restoring: list[Turn] = []  # or being requantised
         self.running: list[Turn] = []
         self.ended: list[Turn] = []  # which still hold their sequences
         self._open: Counter[bytes] = Counter()  # turns of each tenant that have not ended
         self._tickets: Counter[bytes] = Counter()  # the last one of each tenant that has turns
-        self._started_turns: FairShare[Turn] = FairShare(tenant_of)
         self._moved_bytes: FairShare[Turn] = FairShare(tenant_of)
 
     def __len__(self) -> int:
@@ -382,9 +395,8 @@ class TurnQueues:
             self._waiting.pop(turn.tenant, None)
 
     def begin(self, turn: Turn) -> None:
-        """Take a waiting turn out, because it starts. It counts for its tenant."""
+        """Take a waiting turn out, because it starts."""
         self.remove(turn)
-        self._started_turns.charge(turn.tenant, 1)
 
     def end(self, turn: Turn) -> None:
         self.remove(turn)
@@ -407,11 +419,18 @@ class TurnQueues:
         return started
 
     def next_to_start(self, exact_sequences: int, has_room: Callable[[bytes], bool]) -> Turn | None:
-        """The first turn that may start, of the tenant that has started the fewest turns.
+        """The first turn that may start, of the tenant that holds the fewest places. Among equal
+        tenants the one that has received the least engine time comes first.
 
         `exact_sequences` limits exact turns, and `has_room` tells which tenants may start one.
         """
-        for tenant in self._started_turns.order(self._waiting):
+        held = Counter(turn.tenant for turn in (*self.running, *self.restoring))
+
+        def order(tenant: bytes) -> tuple[int, int, float]:
+            rank = max(turn.rank for turn in self._waiting[tenant])
+            return -rank, held[tenant], self._share.received_s(tenant)
+
+        for tenant in sorted(self._waiting, key=order):
             if not has_room(tenant):
                 continue
             for turn in self._waiting[tenant]:
@@ -433,6 +452,36 @@ class TurnQueues:
     def count_moved(self, turn: Turn, moved_bytes: int) -> None:
         """Count state that was restored or requantised for a turn."""
         self._moved_bytes.charge(turn.tenant, moved_bytes)
+
+    def charge(self, used_s: Mapping[bytes, float]) -> None:
+        """Record the engine time that tenants have used."""
+        self._share.charge(used_s, self._open)
+
+    def to_yield(self, waiting: Turn, *, is_full: bool, quantum_s: float) -> Turn | None:
+        """The turn that gives way to one that has waited for long, or None if its tenant already
+        has its share.
+
+        `is_full`: all places are taken, so places are counted. Otherwise memory is missing, and
+        tokens in the engine are counted. Tenants with equal shares alternate every `quantum_s`.
+        """
+        held: Counter[bytes] = Counter()
+        for turn in (*self.running, *self.restoring):
+            held[turn.tenant] += 1 if is_full else turn.held_tokens
+        movable = [
+            turn
+            for turn in self.running
+            if turn.tenant != waiting.tenant and turn.rank <= waiting.rank and turn.may_wait
+        ]
+        if not movable:
+            return None
+        victim = max(movable, key=lambda turn: (-turn.rank, held[turn.tenant], turn.place))
+        if waiting.rank > victim.rank:
+            return victim
+        needed = 1 if is_full else len(waiting.tokens)
+        more = held[victim.tenant] - held[waiting.tenant] - needed
+        received_s = self._share.received_s
+        is_ahead = received_s(victim.tenant) > received_s(waiting.tenant) + quantum_s
+        return victim if more > 0 or (more == 0 and is_ahead) else None
 
     def to_preempt(self, holding: list[Turn]) -> Turn:
         """The turn that gives up its cells: the last one of the tenant that holds the most."""
