@@ -68,8 +68,12 @@ class RuntimeClient:
         return Path(self._load.path).name
 
     @property
+    def path(self) -> Path:
+        return Path(self._load.path)
+
+    @property
     def file(self) -> ModelFile:
-        return ModelFile.at(Path(self._load.path))
+        return ModelFile.at(self.path)
 
     @property
     def turns(self) -> int:

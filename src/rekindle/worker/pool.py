@@ -69,6 +69,7 @@ class PooledModel:
         self.loading: asyncio.Task[RekindleError | None] | None = None
         self.has_begun = False  # the process of the load was started
         self.fraction = 0.0  # of the load
+        self.on_progress: Callable[[float], None] = lambda _fraction: None
         self.unloading: asyncio.Task[None] | None = None
         self.failure: str | None = None
         self.failures = 0  # in a row
@@ -188,8 +189,7 @@ class ModelPool:
         if model.loading is None:
             if (wait_s := model.retry_at_s - self.clock()) > 0 and model.failure is not None:
                 raise ModelLoadFailed(model.name, model.failure, ceil(wait_s))
-            model.loading = asyncio.create_task(self._load_and_record(model))
-            model.loading.add_done_callback(lambda task: self._load_ended(model, task))
+            model.loading = self._begin_load(model)
         task = model.loading
         await asyncio.wait({task})
         if task.cancelled():
@@ -198,11 +198,35 @@ class ModelPool:
             wait_s = max(model.retry_at_s - self.clock(), 0)
             raise ModelLoadFailed(model.name, model.failure or "unknown", ceil(wait_s))
 
+    async def load(
+        self, runtime: RuntimeClient, on_progress: Callable[[float], None] = lambda _done: None
+    ) -> None:
+        """Load a model that no request needs yet. Raises the reason if that fails."""
+        model = self._models[runtime.name]
+        model.on_progress = on_progress
+        model.waiters += 1
+        try:
+            while not model.is_usable:
+                model.loading = model.loading or self._begin_load(model)
+                task = model.loading
+                await asyncio.wait({task})
+                if task.cancelled():
+                    raise LoadCancelled(model.name)
+                if (error := task.result()) is not None:
+                    raise error
+        finally:
+            model.waiters -= 1
+
     def keep_alive(self, runtime: RuntimeClient, limit_s: float) -> None:
         """Unload the model when it was idle for this long, or FOREVER, in place of its policy."""
         self._models[runtime.name].keep_alive_s = limit_s
 
     # -- loading ---------------------------------------------------------------------------------
+
+    def _begin_load(self, model: PooledModel) -> asyncio.Task[RekindleError | None]:
+        task = asyncio.create_task(self._load_and_record(model))
+        task.add_done_callback(lambda ended: self._load_ended(model, ended))
+        return task
 
     async def _load_and_record(self, model: PooledModel) -> RekindleError | None:
         try:
@@ -239,6 +263,7 @@ class ModelPool:
 
             def on_loading(fraction: float) -> None:
                 model.fraction = fraction
+                model.on_progress(fraction)
 
             await model.runtime.start(on_loading, prepared.load)
             model.is_loaded, model.last_used_s = True, self.clock()

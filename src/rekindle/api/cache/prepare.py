@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, StrictModel, count_characters
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import Turns
@@ -78,7 +79,7 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
     models = models_of(request)
     if not models.config.context_cache:
         raise Unsupported("this server reuses nothing: it was started without --context-cache")
-    runtime = models.runtime(body.model, number)
+    runtime = await loaded(request, models.runtime(body.model, number))
     client = AdminClient.of_tenant(request)
     chat = await render_chat(request, runtime, body.messages, body.resize)
     prompt = {

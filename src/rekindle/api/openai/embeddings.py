@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.fields import Count, PromptInput, StrictModel, as_prompts, limit_inputs
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import VectorsResponse, embedder_usage, result_of, vectors
 from rekindle.http.auth import caller_of
@@ -40,7 +41,7 @@ class EmbeddingRequest(StrictModel):
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
     """Compute a normalised vector for each input. Equal inputs are computed once."""
     models = models_of(request)
-    runtime = models.embedder(body.model)
+    runtime = await loaded(request, models.embedder(body.model))
     wanted = EmbedRequest(
         inputs=as_prompts(body.input),
         dimensions=body.dimensions,

@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import MAX_ITEMS, FreeObject, StrictModel, Text, Tokens
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.request import or_default
@@ -128,7 +129,7 @@ async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber 
     """Tokenise a text, or a conversation as the model would read it."""
     models = models_of(request)
     op = await run_off_loop(request, body.op, normalise=models.config.normalise)
-    runtime = models.any(body.model, number)
+    runtime = await loaded(request, models.any(body.model, number))
     found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     body_of(request).hold(len(found.packed))
     parts = _parts(found, body)
@@ -143,7 +144,7 @@ async def detokenize(
     body: DetokenizeRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Convert tokens to text, including control tokens."""
-    runtime = models_of(request).any(body.model, number)
+    runtime = await loaded(request, models_of(request).any(body.model, number))
     client = AdminClient.of_tenant(request)
     found = await client.request(runtime, Detokenize(body.tokens), Detokenized)
     return JsonResponse({"content": found.text, "prompt": found.text})
@@ -154,7 +155,7 @@ async def apply_template(
     body: TemplateRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Render a conversation as the text that the model would read."""
-    runtime = models_of(request).runtime(body.model, number)
+    runtime = await loaded(request, models_of(request).runtime(body.model, number))
     tokens = list((await _tokenized(body, request, runtime)).ids)
     op = Detokenize(tokens)
     found = await AdminClient.of_tenant(request).request(runtime, op, Detokenized)
@@ -175,7 +176,7 @@ async def count_tokens(
     body: TokenCountRequest, request: Request, number: ModelNumber = None
 ) -> TokenCountBody:
     """Count the tokens of a text, including the model's special tokens."""
-    runtime = models_of(request).any(body.model, number)
+    runtime = await loaded(request, models_of(request).any(body.model, number))
     op = Tokenize(text=body.text, add_special=True, with_tokens=False)
     found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     return TokenCountBody(length=found.count)
@@ -191,7 +192,7 @@ async def count_chat_tokens(
     body: TemplateRequest, request: Request, number: ModelNumber = None
 ) -> InputTokensBody:
     """Count the tokens of a conversation as the model would read it."""
-    runtime = models_of(request).runtime(body.model, number)
+    runtime = await loaded(request, models_of(request).runtime(body.model, number))
     found = await _tokenized(body, request, runtime, with_tokens=False)
     return InputTokensBody(input_tokens=found.count)
 
