@@ -45,7 +45,7 @@ PARAMETERS = {
     "num_ctx": "max_model_len",
     **{theirs: ours for ours, theirs in SAMPLING_ALIASES.items()},
 }
-NAME = re.compile(r"[\w.-]+(/[\w.-]+)*(:[\w.-]+)?")
+NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*(:\w[\w.-]*)?")
 
 router = APIRouter(
     route_class=JsonRoute, tags=["ollama"], responses=documented(400, 403, model=OllamaErrorBody)
