@@ -73,8 +73,10 @@ CROSS_CUTTING = {
 MAX_FUNCTION_LINES = 45
 
 #: Measures of the import graph. A new capability may raise a number, with its reason next to it.
-MAX_MODULES = 285  # the last: background responses, llama.cpp's endpoints, converting safetensors
-MAX_IMPORT_DEPTH = 18  # modules on the longest chain of imports
+# The last: background responses, llama.cpp's endpoints, converting safetensors; and 8 for models on
+# demand: their pool and its measures, their list, loading, created ones and their endpoints.
+MAX_MODULES = 293
+MAX_IMPORT_DEPTH = 19  # modules on the longest chain of imports
 MAX_SMALL_MODULES = 8  # below SMALL_MODULE_LINES and imported by a single other module
 SMALL_MODULE_LINES = 60  # not counting blank ones
 MAX_SHARED_CLASS_NAMES = 1  # `Engine` is the Python API and the engine interface

@@ -23,7 +23,7 @@ from rekindle.worker.pool import (
     ModelPool,
     PreparedLoad,
 )
-from rekindle.worker.usage import Usage
+from rekindle.worker.usage import ProcessUsage
 
 PATIENCE_S = 30.0
 
@@ -68,7 +68,7 @@ class Bench:
     def __init__(self, max_bytes: int | None = None) -> None:
         self.now_s = 100.0
         self.diary: list[str] = []
-        self.pool = ModelPool(max_bytes, lambda: self.now_s, lambda _pid: Usage(0, 0.0))
+        self.pool = ModelPool(max_bytes, lambda: self.now_s, lambda _pid: ProcessUsage(0, 0.0))
         self.runtimes: dict[str, Loadable] = {}
 
     def add(self, name: str, *, size: int = 10, waits: bool = False, **policy: Any) -> Loadable:

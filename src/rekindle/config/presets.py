@@ -92,7 +92,7 @@ class Preset(_Section):
     cache: PresetCache = PresetCache()
 
 
-class RequestDefaults(_Section):
+class ModelParameters(_Section):
     """Defaults of request fields for one model. None: the server's default."""
 
     max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
@@ -123,7 +123,7 @@ class DeclaredModel(_Section):
     adapters: dict[AdapterName, LocalPath] = {}  # served as NAME:ADAPTER
     max_model_len: OptionalContext = None
     system: str | None = Field(default=None, min_length=1)  # of conversations without one
-    parameters: RequestDefaults = RequestDefaults()
+    parameters: ModelParameters = ModelParameters()
 
 
 def _expand_model(models: object) -> object:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 from rekindle.errors import BadRequest, ModelError, ModelLoadFailed, RekindleError, Unavailable
 from rekindle.protocol.requests import LoadModel
 from rekindle.worker.client import RuntimeClient
-from rekindle.worker.usage import Usage, usage_of
+from rekindle.worker.usage import ProcessUsage, usage_of
 
 log = logging.getLogger("rekindle.models")
 
@@ -124,7 +124,7 @@ class ModelPool:
         self,
         max_bytes: int | None = None,
         clock: Callable[[], float] = time.monotonic,
-        measure: Callable[[int], Usage] = usage_of,
+        measure: Callable[[int], ProcessUsage] = usage_of,
     ) -> None:
         self.max_bytes = max_bytes
         self.clock = clock

@@ -10,32 +10,32 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class ProcessUsage:
     resident_bytes: int
     cpu_s: float  # since the process started
 
 
-NOTHING = Usage(0, 0.0)
+NOTHING = ProcessUsage(0, 0.0)
 
 
-def usage_of(pid: int, root: Path = Path("/")) -> Usage:
+def usage_of(pid: int, root: Path = Path("/")) -> ProcessUsage:
     """Return what a process uses, or zeros if it has ended or its system does not say."""
     with suppress(OSError, ValueError, IndexError):
         # The name of the program comes in parentheses and may contain spaces.
         fields = (root / f"proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks = int(fields[11]) + int(fields[12])  # user and system time
         resident = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-        return Usage(resident, ticks / os.sysconf("SC_CLK_TCK"))
+        return ProcessUsage(resident, ticks / os.sysconf("SC_CLK_TCK"))
     return NOTHING if (root / "proc/self").exists() else _from_ps(pid)
 
 
-def _from_ps(pid: int) -> Usage:
+def _from_ps(pid: int) -> ProcessUsage:
     """Ask `ps`, where there is no /proc (macOS)."""
     with suppress(OSError, ValueError, subprocess.SubprocessError):
         command = ["ps", "-o", "rss=,time=", "-p", str(pid)]
         found = subprocess.run(command, capture_output=True, text=True, timeout=2, check=True)
         resident, time = found.stdout.split()
-        return Usage(int(resident) * 1024, _seconds(time))
+        return ProcessUsage(int(resident) * 1024, _seconds(time))
     return NOTHING
 
 

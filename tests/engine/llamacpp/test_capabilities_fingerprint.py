@@ -38,11 +38,12 @@ OTHER: dict[str, Any] = {  # another value for every field of Numerics
 # Every setting of the engine: another value that changes what is computed, or one that must not.
 NUMERIC: dict[str, Any] = {"path": "other.gguf", "context_tokens": 2048, "kv_type": "q8_0"}
 NUMERIC_OF_PICTURES = ("mmproj",)  # see test_vision.py
-REFUSED = ("adapter",)  # this engine has none
+NUMERIC_OF_ADAPTERS = ("adapter",)  # see test_model_adapter.py
 NUMERIC_ON_GPU: dict[str, Any] = {"gpu_layers": 1}
 NOT_NUMERIC: dict[str, Any] = {
     "parallel": 7,
     "kv_fraction": 0.1,
+    "memory_bytes": 1 << 20,
     "park_fraction": 0.01,
     "host_bytes": 1 << 20,
     "threads": 3,
@@ -54,7 +55,13 @@ NOT_NUMERIC: dict[str, Any] = {
 
 def test_every_engine_setting_is_classified_as_numeric_or_not() -> None:
     """A new setting fails here until it is added to the right table, which other tests use."""
-    classified = [*NUMERIC, *NUMERIC_OF_PICTURES, *REFUSED, *NUMERIC_ON_GPU, *NOT_NUMERIC]
+    classified = [
+        *NUMERIC,
+        *NUMERIC_OF_PICTURES,
+        *NUMERIC_OF_ADAPTERS,
+        *NUMERIC_ON_GPU,
+        *NOT_NUMERIC,
+    ]
     assert sorted(classified) == sorted(field.name for field in fields(EngineOptions))
 
 

@@ -89,11 +89,11 @@ async def list_states(request: Request) -> ModelStates:
     )
 
 
-@router.get("/v1/internal/model/info/{name:path}", response_model_exclude_none=True)
-async def show_state(name: str, request: Request) -> ModelState:
+@router.get("/v1/internal/model/info/{model:path}", response_model_exclude_none=True)
+async def show_state(model: str, request: Request) -> ModelState:
     """Show one model. This does not load it."""
     models = models_of(request)
-    return _state(models, models.any(name))
+    return _state(models, models.any(model))
 
 
 @router.post("/v1/internal/model/load", response_model_exclude_none=True)

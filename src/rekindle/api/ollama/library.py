@@ -19,7 +19,7 @@ from rekindle.api.base.specs import ModelSpec, created_spec
 from rekindle.api.ollama.models import LATEST, SUCCESS, bare, check_admin
 from rekindle.api.ollama.reply import RESPONSES, LineStream, OllamaErrorBody, line
 from rekindle.api.ollama.schema import SAMPLING_ALIASES, ModelRequest
-from rekindle.config.presets import RequestDefaults
+from rekindle.config.presets import ModelParameters
 from rekindle.errors import BadRequest, ModelError, ModelNotFound, Unsupported
 from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse, documented
@@ -199,7 +199,7 @@ def _parameters(sent: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
         raise BadRequest("`num_ctx` takes a number of tokens from 16.", param="parameters")
     if named.get("max_tokens") in (-1, -2, 0):
         del named["max_tokens"]
-    known = (*RequestDefaults.model_fields, "max_model_len")
+    known = (*ModelParameters.model_fields, "max_model_len")
     if unknown := [name for name in sent if PARAMETERS.get(name, name) not in known]:
         raise Unsupported(
             f"`parameters` of a model cannot have {', '.join(unknown)[:128]}: send them as "
@@ -207,7 +207,7 @@ def _parameters(sent: Mapping[str, Any]) -> tuple[int | None, dict[str, Any]]:
             param="parameters",
         )
     try:
-        defaults = RequestDefaults.model_validate(named)
+        defaults = ModelParameters.model_validate(named)
     except ValidationError as error:
         raise explain(error.errors()) from None
     return context, defaults.model_dump(exclude_none=True)
