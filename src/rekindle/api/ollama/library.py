@@ -104,7 +104,7 @@ async def copy_model(body: CopyRequest, request: Request) -> Response:
     check_admin(request, "copying a model")
     models, name = models_of(request), _new_name(body.destination)
     await _store(models, name, _inherited(_spec(models, body.source)))
-    return Response()
+    return JsonResponse(SUCCESS)
 
 
 @router.delete("/api/delete")
@@ -119,10 +119,16 @@ async def delete_model(body: ModelRequest, request: Request) -> Response:
     if spec.is_created:
         await models.remove(spec.name)
         remove_created(folder, spec.name)
-        return Response()
+        return JsonResponse(SUCCESS)
     if not models.is_removable(spec):
         raise BadRequest(
             f"The model {spec.name} is in the server's settings: remove it there.", param="model"
+        )
+    path = next(each.path for each in models.all if each.name == spec.name)
+    if users := [each.name for each in models.all if each.path == path and each.name != spec.name]:
+        raise BadRequest(
+            f"The models {', '.join(users)[:256]} use the same file: delete them first.",
+            param="model",
         )
     try:
         pulled = await run_off_loop(request, find_pulled_model, spec.name, folder)
@@ -130,7 +136,7 @@ async def delete_model(body: ModelRequest, request: Request) -> Response:
         raise BadRequest(str(error), param="model") from None
     await models.remove(spec.name)
     await run_off_loop(request, remove_files, pulled, folder)
-    return Response()
+    return JsonResponse(SUCCESS)
 
 
 def _spec(models: ServedModels, name: str) -> ModelSpec:
