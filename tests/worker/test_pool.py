@@ -53,7 +53,7 @@ class Loadable(RuntimeClient):
         await self.may_load.wait()
         if self.loads_fail:
             self.loads_fail -= 1
-            raise ModelError("the file is damaged")
+            raise ModelError("/srv/models/one.gguf is damaged, see https://host/a/b")
         self.supervisor.ready = Ready(context_tokens=64, pool_tokens=64)
 
     async def stop(self, reason: str = "") -> None:
@@ -222,7 +222,7 @@ def test_a_failed_load_answers_all_that_wait_and_is_tried_again_after_a_pause() 
         one.may_load.set()
         for outcome in await asyncio.gather(*users, return_exceptions=True):
             assert isinstance(outcome, ModelLoadFailed)
-            assert "the file is damaged" in str(outcome)
+            assert ": one.gguf is damaged, see https://host/a/b." in str(outcome)
             assert outcome.retry_after_s == 1
         assert (bench.status("one"), bench.status("two")) == ("failed", "loaded")
         with pytest.raises(ModelLoadFailed):
@@ -307,5 +307,23 @@ def test_a_removed_model_fails_those_that_wait_for_it() -> None:
             await waiting
         with pytest.raises(KeyError):
             bench.pool.model(one)
+
+    run(scene)
+
+
+def test_several_busy_models_give_way_if_one_does_not_suffice() -> None:
+    async def scene() -> None:
+        bench = Bench(max_bytes=25)
+        one, two, _ = bench.add("one"), bench.add("two"), bench.add("large", size=20)
+        async with AsyncExitStack() as running:
+            await running.enter_async_context(bench.pool.use(one))
+            await running.enter_async_context(bench.pool.use(two))
+            waiting = asyncio.create_task(bench.use("large"))
+            await until(lambda: bench.status("large") == "loading")
+            bench.now_s += pool_module.MAX_BUSY_S + 1
+            bench.pool._notify()
+            await until(lambda: bench.pool.model(one).is_retiring)
+        await waiting
+        assert bench.diary[2:] == ["unload one", "unload two", "load large"]
 
     run(scene)

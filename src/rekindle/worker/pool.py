@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -234,7 +235,7 @@ class ModelPool:
         except (RekindleError, OSError) as error:
             delay_s = RETRY_DELAYS_S[min(model.failures, len(RETRY_DELAYS_S) - 1)]
             model.failures += 1
-            model.failure, model.retry_at_s = str(error), self.clock() + delay_s
+            model.failure, model.retry_at_s = _without_folders(error), self.clock() + delay_s
             log.error("loading %s failed: %s", model.name, error)
             return error if isinstance(error, RekindleError) else ModelError(str(error))
         model.failure, model.failures = None, 0
@@ -298,10 +299,11 @@ class ModelPool:
                     log.info("unloading %s to make room for %s", victim.name, model.name)
                     await asyncio.wait({self._start_unload(victim)})
                     continue
-                if not retiring and self.clock() - waiting_since_s > MAX_BUSY_S:
-                    retiring = self._by_last_use(lambda each: not each.is_retiring)[:1]
-                    for each in retiring:
+                has_left = not any(each.is_loaded for each in retiring)
+                if has_left and self.clock() - waiting_since_s > MAX_BUSY_S:
+                    for each in self._by_last_use(lambda each: not each.is_retiring)[:1]:
                         each.is_retiring = True
+                        retiring.append(each)
                 await self._wait_for_change()
         finally:
             for each in retiring:
@@ -438,6 +440,11 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="prepare", daemon=True).start()
     return await result
+
+
+def _without_folders(error: Exception) -> str:
+    """The text of an error for clients, whom the folders of the operator do not concern."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/:'\"]+/)+", "", str(error))
 
 
 def _megabytes(size_bytes: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rekindle.protocol.admin import Tokenize
 from tests.api.live import live, soon
 from tests.api.on_demand import LoadableRuntime, OnDemandFront
 from tests.api.scripted import HELLO
@@ -59,10 +60,22 @@ def test_a_model_is_created_from_a_file_with_a_system_prompt_and_parameters(tmp_
         assert made.requested.sampling.temperature == 0.25
         assert made.requested.max_tokens == 7
         own = {"role": "system", "content": "Be plain."}
-        body = {"model": "pirate", "messages": [own, *HELLO["messages"]]}
-        assert client.post("/api/chat", json=body).is_success
+        chat = {"model": "pirate", "messages": [own, *HELLO["messages"]]}
+        assert client.post("/api/chat", json=chat).is_success
         assert made.requests[1].messages is not None
         assert [each["content"] for each in made.requests[1].messages] == ["Be plain.", "hello"]
+
+
+def test_the_tokens_of_a_conversation_include_the_models_own_system_prompt(tmp_path: Path) -> None:
+    front = front_of(tmp_path)
+    body = {"model": "pirate", "from": "base", "system": "Arr.", "stream": False}
+    with live(front) as server, server.client() as client:
+        client.post("/api/create", json=body)
+        client.post("/v1/chat/completions/input_tokens", json={**HELLO, "model": "pirate"})
+        [op] = [each.op for each in front.made[0].admin_requests]
+        assert isinstance(op, Tokenize)
+        assert op.messages is not None
+        assert [each["role"] for each in op.messages] == ["system", "user"]
 
 
 def test_a_copy_has_the_prompt_of_its_source_and_survives_a_restart(tmp_path: Path) -> None:

@@ -118,7 +118,8 @@ async def list_models(request: Request) -> Response:
     models = models_of(request)
     data = [_model(runtime, models.started_at) for runtime in models.runtimes]
     ids = [each["id"] for each in data]
-    page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    page = {"has_more": False, "first_id": first, "last_id": last}
     return JsonResponse({"data": data, **page})
 
 

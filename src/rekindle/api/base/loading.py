@@ -43,7 +43,8 @@ class UsesMiddleware:
             await self._app(scope, receive, send)
             return
         async with AsyncExitStack() as uses:
-            await self._app({**scope, USES: uses}, receive, send)
+            scope[USES] = uses
+            await self._app(scope, receive, send)
 
 
 def uses_of(request: Request) -> AsyncExitStack:

@@ -93,7 +93,10 @@ class ServedModels:
 
     @property
     def _default(self) -> RuntimeClient:
-        return next(iter(self._runtimes.values()))
+        found = next(iter(self._runtimes.values()), None)
+        if found is None:
+            raise ModelNotFound("This server offers no model any more: pull or create one.")
+        return found
 
     @property
     def _rankers(self) -> list[str]:

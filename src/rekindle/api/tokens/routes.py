@@ -18,7 +18,7 @@ from rekindle.api.base.fields import MAX_ITEMS, FreeObject, StrictModel, Text, T
 from rekindle.api.base.loading import loaded
 from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.base.request import or_default
+from rekindle.api.base.request import or_default, with_system
 from rekindle.api.base.tools import ChatTools, described
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.http.body import JsonRoute, body_of, run_off_loop
@@ -51,8 +51,12 @@ class ConversationBase(StrictModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def conversation(self, messages: list[Message], *, normalise: bool) -> Tokenize:
-        """Ask for the tokens of a conversation. `normalise` is the server's setting for chats."""
+    def conversation(
+        self, messages: Sequence[Message], *, normalise: bool, system: str | None
+    ) -> Tokenize:
+        """Ask for the tokens of a conversation. `normalise` is the server's setting for chats, and
+        `system` the model's own system prompt."""
+        messages = with_system(messages, system)
         if any(message.media for message in messages):
             raise Unsupported(
                 "images have no tokens before they are encoded: send only text",
@@ -96,7 +100,7 @@ class TokenizeRequest(ConversationBase):
             )
         return self
 
-    def op(self, *, normalise: bool) -> Tokenize:
+    def op(self, *, normalise: bool, system: str | None) -> Tokenize:
         if self.messages is None:
             by_default = or_default(self.add_special_tokens, self.prompt is not None)
             op = Tokenize(
@@ -105,7 +109,7 @@ class TokenizeRequest(ConversationBase):
                 parse_special=self.parse_special,
             )
         else:
-            op = self.conversation(self.messages, normalise=normalise)
+            op = self.conversation(self.messages, normalise=normalise, system=system)
         op.with_pieces = self.with_pieces or self.return_token_strs
         return op
 
@@ -128,8 +132,10 @@ class TokenCountBody(BaseModel):
 async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber = None) -> Response:
     """Tokenise a text, or a conversation as the model would read it."""
     models = models_of(request)
-    op = await run_off_loop(request, body.op, normalise=models.config.normalise)
-    runtime = await loaded(request, models.any(body.model, number))
+    runtime = models.any(body.model, number)
+    system, normalise = models.system_of(runtime), models.config.normalise
+    op = await run_off_loop(request, body.op, normalise=normalise, system=system)
+    await loaded(request, runtime)
     found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     body_of(request).hold(len(found.packed))
     parts = _parts(found, body)
@@ -165,8 +171,11 @@ async def apply_template(
 async def _tokenized(
     body: TemplateRequest, request: Request, runtime: RuntimeClient, *, with_tokens: bool = True
 ) -> Tokenized:
-    normalise = models_of(request).config.normalise
-    op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
+    models = models_of(request)
+    system, normalise = models.system_of(runtime), models.config.normalise
+    op = await run_off_loop(
+        request, body.conversation, body.messages, normalise=normalise, system=system
+    )
     op.with_tokens = with_tokens
     return await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
 
