@@ -39,7 +39,7 @@ class ModelState(BaseModel):
     """One model. `number` is for `X-Model-Id`; models that generate no text have none."""
 
     name: str
-    number: int | None
+    number: int | None = None
     kind: Literal["text", "embedding"]
     status: Status
     loading: float | None = None  # progress from 0 to 1, while it is loaded
@@ -56,7 +56,7 @@ class ModelStates(BaseModel):
     models: list[ModelState]
     model_names: list[str]
     memory_bytes: int  # of all models
-    max_memory: int | None
+    max_memory: int | None = None
 
 
 class ProcessState(BaseModel):
