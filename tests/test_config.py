@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from rekindle.config import SETTINGS, Config, Preset, load_config
+from rekindle.config.presets import DeclaredModel
 from rekindle.errors import ConfigError
 from rekindle.protocol.frames import frame
 from rekindle.protocol.requests import LoadModel
@@ -25,7 +26,10 @@ EVERY: dict[str, tuple[str, Any]] = {
     "embedding_model": ("minilm,/rank.gguf", ("minilm", "/rank.gguf")),
     "vlm": ("true", True),
     "mmproj": ("/mmproj.gguf", Path("/mmproj.gguf")),
-    "adapter": ("/lora", Path("/lora")),
+    "models": ("{eyes: smollm2}", {"eyes": DeclaredModel(model="smollm2")}),
+    "max_memory": ("8GB", 8 * 10**9),
+    "idle_unload": ("15m", 900.0),
+    "adapter": ("poet=/p.gguf, /lora", ("poet=/p.gguf", "/lora")),
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("9000", 9000),
     "ollama_port": ("11434", 11434),

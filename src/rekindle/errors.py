@@ -252,6 +252,20 @@ class Unavailable(ServerError):
     status, kind, code = 503, "server_error", "unavailable"
 
 
+class ModelLoadFailed(ServerError):
+    """A model that may be loaded on demand could not be loaded. It is tried again later."""
+
+    status, kind, code = 503, "server_error", "model_load_failed"
+
+    def __init__(self, name: str, reason: str, retry_after_s: int) -> None:
+        self.retry_after_s = max(retry_after_s, 1)
+        super().__init__(
+            f"the model {name} could not be loaded: {reason.rstrip('.')}. A request that comes "
+            f"after {self.retry_after_s} s tries it again",
+            param="model",
+        )
+
+
 def as_server_error(error: Exception, doing: str) -> ServerError:
     """Return a ServerError unchanged, and wrap any other error in one that says what failed."""
     return error if isinstance(error, ServerError) else ServerError(f"{doing} failed: {error!r}")

@@ -18,7 +18,7 @@ from rekindle.cli import main as cli
 from rekindle.cli.build_gpu import BuildFailed
 from rekindle.cli.doctor import Diagnosis, Doctor, Surroundings, disk_speed, examine, report, works
 from rekindle.config import Config, load_config
-from rekindle.http.auth import append_key_line, key_line
+from rekindle.http.key_file import append_key_line, key_line
 from rekindle.protocol.frames import DeviceInfo, LibraryInfo
 from rekindle.protocol.settings import GB, GIB, MB
 from tests.support.tiny import write_llama

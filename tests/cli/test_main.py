@@ -19,7 +19,7 @@ import rekindle
 from rekindle.cli import main as cli
 from rekindle.config import SETTINGS, Config
 from rekindle.errors import RekindleError
-from rekindle.front import launch
+from rekindle.front import launch, library
 from rekindle.http import key_file
 from rekindle.http.auth import Keys
 from rekindle.protocol.requests import LoadModel
@@ -346,7 +346,7 @@ def test_a_used_port_is_reported_before_anything_slow(
     def never(*_: Any, **__: Any) -> Path:
         raise AssertionError("the model was fetched")
 
-    monkeypatch.setattr(rekindle.front.launch, "pull", never)
+    monkeypatch.setattr(library, "pull", never)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         message = failure(monkeypatch, capsys, "serve", "--port", port)
@@ -437,10 +437,10 @@ def test_a_configured_format_reaches_the_runtime(
     async def open_models() -> None:
         config, console = Config(**settings), Console(file=io.StringIO())
         load = LoadModel(path="m.gguf", settings=config.runtime)
-        async with launch.open_models(config, {"m": load}, console):
+        async with launch.open_models(config, {"smollm2": load}, console):
             pass
 
-    monkeypatch.setattr(launch, "RuntimeClient", stop_here)
+    monkeypatch.setattr(library, "RuntimeClient", stop_here)
     with pytest.raises(RekindleError, match="far enough"):
         asyncio.run(open_models())
     [sent] = (load.settings for load in loads)

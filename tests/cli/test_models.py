@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from rekindle.cli import main as cli
-from rekindle.cli.models import model_table, running_models, running_table
+from rekindle.cli.models import change_model, model_table, running_models, running_table
 from rekindle.errors import RekindleError
 from rekindle.models.families import FAMILIES
 from rekindle.models.local import pulled_models
@@ -126,3 +126,34 @@ def test_ps_says_that_no_server_runs() -> None:
 
     with pytest.raises(RekindleError, match=r"no server answers at .* \(Connection refused\)"):
         running_models("http://here:1/v1", None, httpx.MockTransport(refuse))
+
+
+def test_load_and_unload_ask_the_server_and_say_what_became_of_the_model() -> None:
+    asked: list[tuple[str, object, str]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(
+            (request.url.path, json.loads(request.content), request.headers["authorization"])
+        )
+        status = "loaded" if request.url.path.endswith("/load") else "unloaded"
+        memory = 98_000_000 if status == "loaded" else 0
+        return httpx.Response(200, json={"name": "a", "status": status, "memory_bytes": memory})
+
+    transport = httpx.MockTransport(answer)
+    said = [
+        change_model("load", "a", "http://here:1/v1/", "key", transport),
+        change_model("unload", "a", "http://here:1/v1", "key", transport),
+    ]
+    assert said == ["a is loaded, 98.0 MB of memory.", "a is unloaded."]
+    assert asked == [
+        ("/v1/internal/model/load", {"model": "a"}, "Bearer key"),
+        ("/v1/internal/model/unload", {"model": "a"}, "Bearer key"),
+    ]
+
+
+def test_a_model_that_cannot_be_loaded_is_an_error_with_the_servers_reason() -> None:
+    def refuse(_request: httpx.Request) -> httpx.Response:
+        return httpx.Response(503, json={"error": {"message": "the file is damaged"}})
+
+    with pytest.raises(RekindleError, match="the file is damaged"):
+        change_model("load", "a", "http://here:1/v1", None, httpx.MockTransport(refuse))

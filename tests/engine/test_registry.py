@@ -93,9 +93,9 @@ def test_an_engine_whose_packages_are_missing_says_which_to_install(tmp_path: Pa
 
 
 def test_an_engine_without_adapters_refuses_one(tmp_path: Path) -> None:
-    path = write_llama(tmp_path / "tiny.gguf")
-    with pytest.raises(ModelError, match=r"llama\.cpp takes no adapters: .*--adapter"):
-        load_engine(EngineOptions(path=path, adapter=tmp_path))
+    kind = EngineKind("quartz", "QZ", Path.is_file, "quartz:Engine")
+    with pytest.raises(ModelError, match=r"quartz takes no adapters: .*--adapter"):
+        kind.load(EngineOptions(path=tmp_path, adapter=tmp_path), lambda _done: None)
 
 
 def test_an_engine_without_embeddings_says_so(tmp_path: Path) -> None:

@@ -12,12 +12,15 @@ import pytest
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from rekindle.api.base.models import served_names
+from rekindle.api.base.specs import ModelSpec, served_names
 from rekindle.config import Config
 from rekindle.errors import ConfigError, ModelError
-from rekindle.front import launch
+from rekindle.front import launch, library
+from rekindle.front.library import ModelLibrary
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import RuntimeSettings
+from rekindle.worker.client import RuntimeClient
+from rekindle.worker.pool import ModelPool
 from tests.models.tiny import write_gguf
 
 
@@ -118,8 +121,16 @@ def test_a_model_with_and_without_projector_share_the_disk_budget(
     text = LoadModel(path=str(model), settings=RuntimeSettings())
     eyes = LoadModel(path=str(model), mmproj=str(model), settings=RuntimeSettings())
     loads: list[LoadModel] = []
-    monkeypatch.setattr(launch, "RuntimeClient", lambda _name, load, **_options: loads.append(load))
-    launch._runtimes(Config(), {"text": text, "eyes": eyes})
+
+    class Recorded(RuntimeClient):
+        def __init__(self, name: str, load: LoadModel, **options: Any) -> None:
+            super().__init__(name, load, **options)
+            loads.append(load)
+
+    monkeypatch.setattr(library, "RuntimeClient", Recorded)
+    models = ModelLibrary(Config(), ModelPool(), {"text": text, "eyes": eyes})
+    for name in ("text", "eyes"):
+        models.offer(ModelSpec(name=name, source=str(model), at_start=True))
     assert [load.files for load in loads] == loads[0].served == loads[1].served
     assert len(set(loads[0].served)) == 2
 
@@ -164,7 +175,7 @@ def test_an_adapter_makes_a_different_model(folder: Path, model: Path, tmp_path:
     adapter = tmp_path / "lora"
     adapter.mkdir()
     for path in (folder, model):
-        plain, adapted = fetched(path), fetched(path, adapter=adapter)
+        plain, adapted = fetched(path), fetched(path, adapter=(str(adapter),))
         assert (plain.adapter, adapted.adapter) == (None, str(adapter))
         assert plain.files != adapted.files
 
@@ -172,9 +183,9 @@ def test_an_adapter_makes_a_different_model(folder: Path, model: Path, tmp_path:
 def test_an_adapter_needs_one_model_and_an_existing_folder(folder: Path, tmp_path: Path) -> None:
     for models in ((), (str(folder), "smollm2")):
         with pytest.raises(ConfigError, match="is for one model"):
-            launch.check_settings(Config(model=models, adapter=tmp_path))
-    with pytest.raises(ConfigError, match="--adapter`: there is no folder"):
-        launch.check_settings(Config(model=(str(folder),), adapter=tmp_path / "none"))
+            launch.check_settings(Config(model=models, adapter=(str(tmp_path),)))
+    with pytest.raises(ConfigError, match="--adapter`: there is no file or folder"):
+        launch.check_settings(Config(model=(str(folder),), adapter=(str(tmp_path / "none"),)))
 
 
 @pytest.mark.parametrize(

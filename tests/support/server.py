@@ -61,24 +61,31 @@ def _engine_of(model: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def running(
-    model: Path | str,
+    model: Path | str | None,
     folder: Path,
     *flags: str,
     environment: Mapping[str, str] | None = None,
     command: Sequence[str] = (sys.executable, "-m", "rekindle.cli.main", "serve"),
     model_flag: str = "--model",
 ) -> Iterator[Server]:
-    """Run `rekindle serve` until the block ends. It is ready to answer."""
+    """Run `rekindle serve` until the block ends. It is ready to answer. Without a model, the flags
+    say what it serves."""
+    models = [] if model is None else [model_flag, str(model)]
     port = free_port()
     log = folder / "server.log"
     if "--cache-dir" not in flags:
         flags = (*flags, "--cache-dir", str(folder / "kv"))
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*command, model_flag, str(model), "--port", str(port), *flags],
+            [*command, *models, "--port", str(port), *flags],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**ONE_THREAD, **os.environ, **_engine_of(Path(model)), **(environment or {})},
+            env={
+                **ONE_THREAD,
+                **os.environ,
+                **_engine_of(Path(model or "")),
+                **(environment or {}),
+            },
         )
     server = Server(f"http://127.0.0.1:{port}", process, log)
     try:

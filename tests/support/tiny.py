@@ -254,3 +254,27 @@ def spelling(byte: int) -> bytes:
         return chr(byte).encode()
     others = [each for each in range(256) if each not in printable]
     return chr(256 + others.index(byte)).encode()
+
+
+def write_adapter(
+    path: Path, *, seed: int = 0, rank: int = 4, layers: int = 2, width: int = WIDTH
+) -> Path:
+    """Write a LoRA adapter for the query and output matrices of a tiny Llama."""
+    random = np.random.default_rng(seed)
+    writer: Any = gguf.GGUFWriter(str(path), "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    for layer in range(layers):
+        for name in ("attn_q", "attn_output", "ffn_down"):
+            columns = HIDDEN if name == "ffn_down" else width
+            rows = width
+            a = random.standard_normal((rank, columns)).astype(np.float32) * columns**-0.5
+            b = random.standard_normal((rows, rank)).astype(np.float32)
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_a", a)
+            writer.add_tensor(f"blk.{layer}.{name}.weight.lora_b", b)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

@@ -23,7 +23,7 @@ import yaml
 
 from rekindle.protocol.events import Started
 from tests.api.live import live, soon
-from tests.api.scripted import HELLO, Front, Pause, ScriptedRuntime, delta, finished
+from tests.api.scripted import HELLO, Front, Pause, Script, ScriptedRuntime, delta, finished
 from tests.support.rounds import rounds
 from tests.support.server import free_port, running
 
@@ -136,7 +136,7 @@ def test_a_stream_passes_nginx_token_by_token(tmp_path: Path) -> None:
         async def paused(self) -> None:
             await released.wait()
 
-    script = [Started(0, 10, 0), delta("Hel"), Pause(), delta("lo"), finished()]
+    script: Script = [Started(0, 10, 0), delta("Hel"), Pause(), delta("lo"), finished()]
     front = Front(Held(script), allowed_host=["models.example.org"], api_key=["sk"])
     headers = {"Host": "models.example.org", "Authorization": "Bearer sk"}
     with live(front) as server, nginx(tmp_path, server.port) as port:

@@ -26,6 +26,18 @@ ERRORS = {
         "llama.cpp's server has this operation, and this server does not.",
         "The message names a replacement.",
     ),
+    "model_load_failed": (
+        "The model that the request names could not be loaded. The message says why.",
+        "Correct the reason. A request after the time in `Retry-After` tries to load it again.",
+    ),
+    "model_load_cancelled": (
+        "An operator cancelled the load of the model while the request waited for it.",
+        "Send the request again.",
+    ),
+    "model_busy": (
+        "The model cannot be unloaded or deleted while it answers requests.",
+        "Try again when they have ended.",
+    ),
     "template_error": (
         "The model's chat template refuses this conversation.",
         "Change the part that the message quotes. Often it is the order of the roles.",

@@ -79,11 +79,17 @@ def connect(
 
 class CacheClient:
     def __init__(
-        self, base_url: str, api_key: str | None, transport: httpx.BaseTransport | None = None
+        self,
+        base_url: str,
+        api_key: str | None,
+        transport: httpx.BaseTransport | None = None,
+        *,
+        timeout_s: float = 120.0,
     ) -> None:
         self._base_url = base_url.rstrip("/")
         self._api_key = api_key
         self._transport = transport
+        self._timeout = httpx.Timeout(timeout_s, connect=5)
 
     def listing(self) -> Json:
         """Return all entries, which are read page by page."""
@@ -168,9 +174,8 @@ class CacheClient:
 
     @contextmanager
     def _request(self, method: str, path: str, **options: Any) -> Iterator[httpx.Response]:
-        timeout = httpx.Timeout(120, connect=5)
         with (
-            connect(self._base_url, self._api_key, timeout, self._transport) as client,
+            connect(self._base_url, self._api_key, self._timeout, self._transport) as client,
             client.stream(method, self._base_url + path, **options) as answer,
         ):
             yield answer

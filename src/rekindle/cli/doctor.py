@@ -28,7 +28,7 @@ from rekindle.errors import RekindleError
 from rekindle.front.gpus import machine_gpus
 from rekindle.front.launch import bind, check_settings, named_models
 from rekindle.front.traces import open_tracer
-from rekindle.http.auth import KeyFile
+from rekindle.http.key_file import KeyFile
 from rekindle.kvcache.disk.check import check as check_cache
 from rekindle.kvcache.disk.folder import used_bytes
 from rekindle.kvcache.disk.secret import read_secret_file

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 from rekindle.config import SETTINGS, Declaration
-from rekindle.protocol.settings import SIZE_TEXT, Group, format_size
+from rekindle.protocol.settings import DURATION_TEXT, SIZE_TEXT, Group, format_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,7 +116,8 @@ def _kind(declared: Declaration) -> Any:
     kind, *_ = get_args(declared.type)
     parts = {kind, *get_args(kind)}
     simple = [each for each in (bool, int, float, Path) if each in parts]
-    return str if is_size(declared) or not simple else simple[0]
+    is_text = is_size(declared) or DURATION_TEXT in get_args(declared.type)
+    return str if is_text or not simple else simple[0]
 
 
 def is_size(declared: Declaration) -> bool:

@@ -209,6 +209,27 @@ def list_models(
     show(table)
 
 
+ServedName = Annotated[str, typer.Argument(help="Name of a model that the server offers")]
+
+
+@app.command("load", rich_help_panel=MODELS)
+def load_model(name: ServedName, base_url: BaseUrl = LOCAL_SERVER, api_key: ApiKey = None) -> None:
+    """Load a model into a running server, and wait until it is loaded."""
+    from rekindle.cli.models import change_model
+
+    typer.echo(change_model("load", name, base_url, api_key))
+
+
+@app.command("unload", rich_help_panel=MODELS)
+def unload_model(
+    name: ServedName, base_url: BaseUrl = LOCAL_SERVER, api_key: ApiKey = None
+) -> None:
+    """Unload a model from a running server. The next request for it loads it again."""
+    from rekindle.cli.models import change_model
+
+    typer.echo(change_model("unload", name, base_url, api_key))
+
+
 @app.command("ps", rich_help_panel=MODELS)
 def list_running(base_url: BaseUrl = LOCAL_SERVER, api_key: ApiKey = None) -> None:
     """List the models that a server has loaded."""

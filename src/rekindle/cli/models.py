@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from rich.console import RenderableType
@@ -33,6 +33,7 @@ DEMOS = {
     DEFAULT_VISION_MODEL: "first steps with images",
     DEFAULT_EMBEDDING_MODEL: "embeddings",
 }
+LOAD_TIMEOUT_S = 3600.0  # loading may download the model first
 #: The quantisation in the name of a file.
 QUANT = re.compile(r"(?<![a-z0-9])(i?q\d(_[a-z0-9]+)*|b?f16|f32|mxfp4)(?![a-z0-9_])", re.IGNORECASE)
 #: Fields of a GGUF header that `show` prints under another name.
@@ -70,6 +71,22 @@ def running_table(models: Sequence[Mapping[str, Any]]) -> RenderableType:
         for model in models
     )
     return _table(("name", "parameters", "quantisation", "size", "context"), rows)
+
+
+def change_model(
+    verb: Literal["load", "unload"],
+    name: str,
+    base_url: str,
+    api_key: str | None,
+    transport: httpx.BaseTransport | None = None,
+) -> str:
+    """Load or unload a model of a server. Returns a sentence about it."""
+    client = CacheClient(base_url, api_key, transport, timeout_s=LOAD_TIMEOUT_S)
+    state = client.send("POST", f"/internal/model/{verb}", json={"model": name})
+    if verb == "unload":
+        return f"{state['name']} is {state['status']}."
+    memory = f", {decimal(state['memory_bytes'])} of memory" if state["memory_bytes"] else ""
+    return f"{state['name']} is {state['status']}{memory}."
 
 
 def running_models(

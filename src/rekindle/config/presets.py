@@ -1,13 +1,16 @@
-"""Defines presets, the operator's own prompts under `projects:` in the settings file."""
+"""Defines the nested sections of the settings file: `projects:`, `models:` and `aliases:`."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from rekindle.protocol.settings import OptionalContext, OptionalDuration
 
 Spell = Callable[[str], str]  # the name of a setting as its source writes it
 
@@ -92,6 +95,56 @@ class Preset(_Section):
     cache: PresetCache = PresetCache()
 
 
+class ModelParameters(_Section):
+    """Defaults of request fields for one model. None: the server's default."""
+
+    max_tokens: int | None = Field(default=None, ge=1, le=10_000_000)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repetition_context_size: int | None = Field(default=None, ge=0, le=10_000_000)
+    seed: int | None = Field(default=None, ge=0, lt=1 << 63)
+
+
+def _expand(path: Path) -> Path:
+    return path.expanduser()
+
+
+LocalPath = Annotated[Path, AfterValidator(_expand)]
+#: A colon separates a model and its adapter, so it may not be part of an adapter's name.
+AdapterName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+
+
+class DeclaredModel(_Section):
+    """A model under `models:`, which is loaded when a request names it."""
+
+    model: str | None = Field(default=None, min_length=1)  # as for --model; None: the name itself
+    keep_loaded: bool = False  # loaded at the start, and never unloaded to make room
+    idle_unload: OptionalDuration = None  # None: the server's
+    embedding: bool | None = None  # for vectors or scores; None: its files tell
+    mmproj: LocalPath | None = None
+    adapters: dict[AdapterName, LocalPath] = {}  # served as NAME:ADAPTER
+    max_model_len: OptionalContext = None
+    system: str | None = Field(default=None, min_length=1)  # of conversations without one
+    parameters: ModelParameters = ModelParameters()
+
+
+def _expand_model(models: object) -> object:
+    """Turn a model that is only a source, or nothing, into a section."""
+    if not isinstance(models, dict):
+        return models
+    return {
+        name: {} if model is None else {"model": model} if isinstance(model, str) else model
+        for name, model in models.items()
+    }
+
+
+ModelName = Annotated[str, Field(pattern=r"^[^\s*][^*]{0,255}$")]
+Models = Annotated[
+    dict[ModelName, DeclaredModel],
+    BeforeValidator(_expand_model),
+    _parse_yaml("the models by name"),
+]
 Presets = Annotated[dict[str, Preset], _parse_yaml("the projects by name")]
 Pattern = Annotated[str, Field(min_length=1, max_length=256)]
 Aliases = Annotated[dict[Pattern, Pattern], _parse_yaml("the served model by name or pattern")]

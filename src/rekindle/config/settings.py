@@ -13,13 +13,15 @@ from annotated_types import Gt, Interval
 from pydantic import AfterValidator, BeforeValidator, ConfigDict
 from pydantic.dataclasses import dataclass
 
-from rekindle.config.presets import Aliases, Presets
+from rekindle.config.presets import Aliases, Models, Presets
 from rekindle.media.addresses import parse_listed
 from rekindle.protocol.settings import (
     COUNT_LIMIT,
     MB,
     Count,
     Name,
+    OptionalDuration,
+    OptionalSize,
     RuntimeSettings,
     Setting,
     Size,
@@ -88,6 +90,17 @@ class Config(RuntimeSettings):
             "Catalogue name, GGUF file, model folder or org/repo[:quant]; repeatable", "smollm2"
         ),
     ] = ()
+    models: Annotated[
+        Models, _server("Models by name that are loaded when a request names them", flag=False)
+    ] = dataclasses.field(default_factory=dict)
+    max_memory: Annotated[
+        OptionalSize,
+        _server("Memory of all models together; the least recently used is unloaded", "no limit"),
+    ] = None
+    idle_unload: Annotated[
+        OptionalDuration,
+        _server("Unload a model that was loaded on request when idle, such as 15m", "never"),
+    ] = None
     any_model_name: Annotated[
         bool, _server("Answer requests for unknown models with the model that is served")
     ] = False
@@ -107,8 +120,9 @@ class Config(RuntimeSettings):
         Path | None, _server("Projector of the model, a GGUF file", "mmproj*.gguf in its folder")
     ] = None
     adapter: Annotated[
-        Path | None, _server("Folder of a LoRA adapter; only for models in MLX's format")
-    ] = None
+        Names,
+        _server("LoRA adapter: [NAME=]FILE.gguf, repeatable, or a folder for an MLX model"),
+    ] = ()
     host: Annotated[Name, _server("Address to listen on")] = "127.0.0.1"
     port: Annotated[Port, _server("Port to listen on; 0 for any free port")] = 8080
     ollama_port: Annotated[
@@ -143,9 +157,9 @@ class Config(RuntimeSettings):
         Name | None,
         _server("Send a trace of every request to this OpenTelemetry collector", "none"),
     ] = None
-    models_dir: Annotated[Path, _server("Folder for downloaded models", flag=False)] = Path(
-        "~/.cache/rekindle/models"
-    )
+    models_dir: Annotated[
+        Path, _server("Folder for downloaded models; the flag offers all of them on request")
+    ] = Path("~/.cache/rekindle/models")
     api_key: Annotated[
         Names, _access("Accept this API key, with its own cache; repeatable", secret=True)
     ] = ()
@@ -202,6 +216,16 @@ class Config(RuntimeSettings):
     # These two are not settings.
     given: Mapping[str, str] = dataclasses.field(default_factory=dict)  # setting: where it was set
     settings_file: Path | None = None  # the file that was read
+
+    @property
+    def serves_models_dir(self) -> bool:
+        """Whether every model in the models folder may be loaded. The setting in a file or in the
+        environment only says where downloads are stored."""
+        return self.given.get("models_dir") == "--models-dir"
+
+    @property
+    def loads_on_demand(self) -> bool:
+        return bool(self.models) or self.serves_models_dir
 
     @property
     def runtime(self) -> RuntimeSettings:

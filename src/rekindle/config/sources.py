@@ -169,7 +169,7 @@ def _known(source: SettingsSource) -> SettingsSource:
 def _sentence(error: Mapping[str, Any], sources: Sequence[SettingsSource]) -> str:
     name = str(error["loc"][0])
     spell = next(source.spell for source in reversed(sources) if name in source.settings)
-    path = error["loc"][1:] if name == "projects" else ()
+    path = error["loc"][1:] if name in ("projects", "models") else ()
     inside = f", `{'.'.join(map(str, path))}`" if path else ""
     secret = SETTINGS[name].setting.secret or (inside and isinstance(error["input"], dict))
     got = "" if secret else f" (got {error['input']!r})"

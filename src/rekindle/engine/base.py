@@ -71,6 +71,7 @@ class EngineOptions:
     parallel: int = 16
     context_tokens: int | None = None
     kv_fraction: float = 0.3  # fraction of the free memory for the KV pool
+    memory_bytes: int | None = None  # the free memory counts as this much at most
     park_fraction: float | None = None  # fraction for parked sequences
     host_bytes: int = 0  # RAM for blocks, which may be page-locked
     threads: int = 4

@@ -81,6 +81,7 @@ ENGINES = (
         _is_gguf,
         "rekindle.engine.llamacpp.engine:LlamaCppEngine",
         "rekindle.engine.llamacpp.embedder:LlamaCppEmbedder",
+        takes_adapters=True,
         library_info="rekindle.engine.llamacpp.capabilities:library_info",
     ),
     EngineKind(

@@ -20,14 +20,23 @@ QUESTION = "Why is the sky blue?"
 
 
 def announce(
-    config: Config, runtimes: Sequence[RuntimeClient], ports: Sequence[int], console: Console
+    config: Config,
+    runtimes: Sequence[RuntimeClient],
+    ports: Sequence[int],
+    console: Console,
+    *,
+    on_request: Sequence[str] = (),
 ) -> None:
-    for line in _lines(config, runtimes, ports):
+    """`on_request` names the models that are loaded when a request names them."""
+    for line in _lines(config, runtimes, ports, on_request):
         console.print(line, soft_wrap=True, highlight=False)
 
 
 def _lines(
-    config: Config, runtimes: Sequence[RuntimeClient], ports: Sequence[int]
+    config: Config,
+    runtimes: Sequence[RuntimeClient],
+    ports: Sequence[int],
+    on_request: Sequence[str],
 ) -> Iterable[str]:
     loaded = [runtime.loaded for runtime in runtimes]
     if config.settings_file:
@@ -36,7 +45,13 @@ def _lines(
         yield f"Model: [bold]{escape(runtime.name)}[/]{escape(_kind(ready))}, {_context(ready)}"
         yield escape(_engine(config, ready))
         yield from map(escape, cache_lines(config, ready))
-    yield escape(conversations_line(config, [ready for ready in loaded if not ready.dimensions]))
+    if on_request:
+        others = f" and {len(on_request) - 5} more" if len(on_request) > 5 else ""
+        limit = f", within {format_size(config.max_memory)}" if config.max_memory else ""
+        yield escape(f"Loaded on request{limit}: {', '.join(on_request[:5])}{others}")
+    if loaded:
+        texts = [ready for ready in loaded if not ready.dimensions]
+        yield escape(conversations_line(config, texts))
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "http" if config.tls_cert is None else "https"
     urls = [escape(f"{scheme}://{host}:{port}") for port in ports]
@@ -49,7 +64,7 @@ def _lines(
     [url] = own
     yield f"Serving on [bold]{url}/v1[/]. Stop with Ctrl-C."
     yield f"Documentation: {url}/docs"
-    if any(not ready.dimensions for ready in loaded):
+    if on_request or any(not ready.dimensions for ready in loaded):
         yield "Try it in another terminal:"
         yield f"  [bold]{escape(_first_chat(config, ports[0]))}[/]"
 

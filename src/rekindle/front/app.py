@@ -22,12 +22,15 @@ from rekindle.api.anthropic import routes as anthropic
 from rekindle.api.anthropic.errors import ANTHROPIC_ERRORS, speaks_anthropic
 from rekindle.api.base import fields
 from rekindle.api.base.documents import DOCUMENT_SLOTS, DocumentSlots
+from rekindle.api.base.loading import UsesMiddleware
 from rekindle.api.base.models import ServedModels
 from rekindle.api.base.request import MEDIA
+from rekindle.api.base.residence import router as residence_router
 from rekindle.api.cache import entries, files, internal, live, prepare, stats
 from rekindle.api.llama_server import routes as llama_server
 from rekindle.api.llama_server.errors import LLAMA_ERRORS, speaks_llama_server
 from rekindle.api.ollama import embed as ollama_embed
+from rekindle.api.ollama import library as ollama_library
 from rekindle.api.ollama import models as ollama_models
 from rekindle.api.ollama import routes as ollama
 from rekindle.api.ollama.reply import OLLAMA_ERRORS, speaks_ollama
@@ -83,6 +86,8 @@ ROUTERS = (
     ollama_models.router,
     ollama_embed.router,
     ollama_models.pull_router,
+    ollama_library.router,
+    residence_router,
     openai.models_router,
     health.router,
     llama_server.router,
@@ -127,7 +132,7 @@ def build_app(
     for gone in (ClientGone, ClientDisconnect):
         app.add_exception_handler(gone, _on_client_gone)
     return RequestMiddleware(
-        app,
+        UsesMiddleware(app),
         keys,
         config.host,
         drain=drain,

@@ -120,6 +120,7 @@ class OllamaModel(TypedDict):
 
     modelfile: str
     parameters: str
+    system: NotRequired[str]
     template: str
     details: dict[str, Any]
     model_info: dict[str, Any]
@@ -228,6 +229,9 @@ ANSWERS: dict[str, Any] = {
     "POST /api/embed": OllamaEmbeddings,
     "POST /api/embeddings": OllamaEmbedding,
     "POST /api/pull": OllamaStatus,
+    "POST /api/create": OllamaStatus,
+    "POST /api/copy": OllamaStatus,
+    "DELETE /api/delete": OllamaStatus,
     "GET /v1/models": ModelList,
     "GET /v1/models/{model}": Model,
     "GET /health": Health,

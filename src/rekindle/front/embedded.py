@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rekindle.api.base import fields as validation
 from rekindle.api.base.reply import Turns
-from rekindle.api.base.request import RequestBuilder, load_media
+from rekindle.api.base.request import RequestBuilder, load_media, with_system
 from rekindle.api.openai.request import chat_requests
 from rekindle.api.openai.schema import ChatRequest
 from rekindle.config import Config, load_config
@@ -25,6 +25,7 @@ from rekindle.front.launch import EmbeddedServer
 from rekindle.http.auth import OPEN_SALT, Caller
 from rekindle.media.loader import MediaLoader
 from rekindle.protocol.events import Delta, TextDelta
+from rekindle.worker.client import RuntimeClient
 
 DTYPES = ("auto", "bf16", "f16")
 
@@ -179,15 +180,21 @@ class EmbeddedChat(EmbeddedServer):
     async def _generate(self, request: ChatRequest, texts: Texts) -> None:
         try:
             runtime = self.models.runtime(request.model)
-            chat = await load_media(
-                self._media, runtime, request.messages, request.resize, OPEN_SALT
-            )
-            builder = RequestBuilder(self.models.config_of(runtime), Caller(OPEN_SALT, admin=True))
-            requests = chat_requests(request, builder, chat)
-            with contextlib.closing(Turns(runtime, requests)) as turns:
-                while turns.open:
-                    _, event = await turns.next()
-                    if isinstance(event, Delta) and isinstance(event.part, TextDelta):
-                        texts.put(event.part.text)
+            async with self.models.pool.use(runtime):
+                await self._generate_with(runtime, request, texts)
         finally:
             texts.put(None)
+
+    async def _generate_with(
+        self, runtime: RuntimeClient, request: ChatRequest, texts: Texts
+    ) -> None:
+        messages = with_system(request.messages, self.models.system_of(runtime))
+        chat = await load_media(self._media, runtime, messages, request.resize, OPEN_SALT)
+        caller = Caller(OPEN_SALT, admin=True)
+        builder = RequestBuilder(self.models.config_of(runtime), caller)
+        requests = chat_requests(request, builder, chat)
+        with contextlib.closing(Turns(runtime, requests)) as turns:
+            while turns.open:
+                _, event = await turns.next()
+                if isinstance(event, Delta) and isinstance(event.part, TextDelta):
+                    texts.put(event.part.text)

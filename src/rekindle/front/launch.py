@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
-from msgspec import structs
 from rich.console import Console
 from rich.markup import escape
 
@@ -29,14 +28,14 @@ from rekindle.api.base.models import (
     alias_models,
     described_tools,
     preset_models,
-    served_embedders,
-    served_names,
 )
+from rekindle.api.base.specs import model_specs
 from rekindle.config import Config
-from rekindle.errors import ConfigError, ModelError
+from rekindle.errors import ConfigError
 from rekindle.front.announcement import announce
 from rekindle.front.app import api_keys, build_app
 from rekindle.front.gpus import unused_gpus
+from rekindle.front.library import ModelLibrary, find_files
 from rekindle.front.operating import DrainReport, OnDrain, Reloader, Server
 from rekindle.front.warmup import warm
 from rekindle.http.auth import LOOPBACK, Keys
@@ -44,13 +43,12 @@ from rekindle.http.body import LIMITS
 from rekindle.http.logs import log_to
 from rekindle.http.middleware import Drain
 from rekindle.http.protocol import HttpProtocol
-from rekindle.models.folder import has_vision
-from rekindle.models.gguf import check_gguf
+from rekindle.models.catalogue import locate
 from rekindle.models.progress import progress_bar, progress_on
-from rekindle.models.pull import find_projector, loadable, pull
 from rekindle.protocol.requests import LoadModel
 from rekindle.protocol.settings import KV_TYPES
 from rekindle.worker.client import RuntimeClient
+from rekindle.worker.pool import ModelPool
 
 log = logging.getLogger("rekindle")
 
@@ -88,19 +86,21 @@ def check_settings(config: Config) -> None:
             "`--mmproj` is the projector of one model: give one --model, or put each projector "
             "next to its model"
         )
-    if config.adapter is not None and len(config.model) != 1:
-        raise ConfigError("`--adapter` is for one model: give exactly one --model")
+    if config.adapter and len(config.model) != 1:
+        raise ConfigError(
+            "`--adapter` is for one model: give exactly one --model, or list the adapters of each "
+            "model under `models` in rekindle.yaml"
+        )
     if config.llama_lib is not None and not config.llama_lib.is_file():
         raise ConfigError(
             f"`llama_lib`: there is no file {config.llama_lib}: run `rekindle build-gpu` again, or "
             "remove the setting to use the installed library"
         )
-    for flag, folders in (("adapter", [config.adapter]), ("media-folder", config.media_folder)):
-        for folder in folders:
-            if folder is not None and not folder.is_dir():
-                raise ConfigError(f"`--{flag}`: there is no folder {folder}")
+    for folder in config.media_folder:
+        if not folder.is_dir():
+            raise ConfigError(f"`--media-folder`: there is no folder {folder}")
     _check_listening(config)
-    served_embedders(config)
+    _check_models(config)
     alias_models(config)
     preset_models(config)
     for name, preset in config.projects.items():
@@ -130,6 +130,16 @@ def _check_listening(config: Config) -> None:
             f"cannot use the certificate {config.tls_cert} of `--tls-cert` with its key: {reason}. "
             "Give PEM files that belong together, with a key that has no password"
         ) from None
+
+
+def _check_models(config: Config) -> None:
+    """Find wrong names and missing files of models before any request names them."""
+    for spec in model_specs(config).values():
+        if not spec.at_start:
+            locate(spec.source, config.models_dir)
+        for flag, file in (("mmproj", spec.mmproj), ("adapter", spec.adapter)):
+            if file is not None and not spec.at_start and not file.exists():
+                raise ConfigError(f"the model {spec.name}: there is no {flag} {file}")
 
 
 def _check_reach(config: Config) -> None:
@@ -182,8 +192,8 @@ def bind(config: Config, port: int) -> socket.socket:
 
 
 def named_models(config: Config) -> list[str]:
-    """All models to serve, as the operator named them."""
-    return [*served_names(config).values(), *served_embedders(config).values()]
+    """The models that are loaded at the start, as the operator named them."""
+    return [spec.source for spec in model_specs(config).values() if spec.at_start]
 
 
 @contextlib.contextmanager
@@ -228,55 +238,14 @@ def ignore_hangup() -> None:
 
 
 def fetch(config: Config, console: Console) -> dict[str, LoadModel]:
-    """Pull missing model files. Returns what to load, by served name."""
-    adapter = str(config.adapter) if config.adapter else None
-    loads = {}
+    """Pull missing files of the models that are loaded at the start. Returns what to load, by
+    name."""
     progress = progress_on(console)
-    for served, name in served_names(config).items():
-        path = pull(name, models_dir=config.models_dir, progress=progress)
-        engine = config.runtime.engine
-        path = loadable(path, engine, models_dir=config.models_dir, progress=progress)
-        projector = _projector(config, name, path, console)
-        loads[served] = LoadModel(
-            path=str(path),
-            mmproj=str(projector) if projector else None,
-            adapter=adapter,
-            requires_vision=bool(config.vlm or config.mmproj),
-            settings=config.runtime,
-        )
-    for served, name in served_embedders(config).items():
-        path = pull(name, models_dir=config.models_dir, progress=progress_on(console))
-        loads[served] = LoadModel(path=str(path), is_embedder=True, settings=config.runtime)
-    return loads
-
-
-def _projector(config: Config, name: str, path: Path, console: Console) -> Path | None:
-    """Return the file of the vision projector, or the model folder itself, which contains one."""
-    if path.is_dir() and config.mmproj is not None:
-        raise ModelError(
-            f"{name} is a folder, which contains its projector if it has one. Give --vlm in place "
-            "of --mmproj."
-        )
-    if config.vlm is False:
-        return None
-    if path.is_dir():
-        if config.vlm and not has_vision(path):
-            raise ModelError(
-                f"{name} has no vision part (`vision_config` in config.json), so it takes no "
-                "images. Omit --vlm."
-            )
-        only_text = config.adapter is not None and not config.vlm  # adapters are for text
-        return path if has_vision(path) and not only_text else None
-    if config.mmproj is not None:
-        check_gguf(config.mmproj)
-        return config.mmproj
-    return find_projector(
-        name,
-        path,
-        models_dir=config.models_dir,
-        progress=progress_on(console),
-        required=bool(config.vlm),
-    )
+    return {
+        name: find_files(spec, config, progress)
+        for name, spec in model_specs(config).items()
+        if spec.at_start
+    }
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -305,11 +274,12 @@ async def _serve(
         for listener in listeners:
             listener.listen(server.config.backlog)
         if hint := unused_gpus(
-            (each.loaded for each in models.all), own_library=config.llama_lib is not None
+            (each.loaded for each in models.all_loaded), own_library=config.llama_lib is not None
         ):
             console.print(f"[yellow]{escape(hint)}[/]", highlight=False, soft_wrap=True)
         ports = [each.getsockname()[1] for each in listeners if each.family != socket.AF_UNIX]
-        announce(config, models.all, ports, console)
+        on_request = [each.name for each in models.all if each not in models.all_loaded]
+        announce(config, models.all_loaded, ports, console, on_request=on_request)
         await server.serve(sockets=listeners)
         report.end()
         if drain.deadline_s is not None:
@@ -332,36 +302,31 @@ async def open_models(
     if config.kv_bits not in (None, default_bits):
         start = config.kv_quantization_start
         log.info("KV cache of turns with more than %d tokens: %d bits", start, config.kv_bits)
-    runtimes = _runtimes(config, loads)
+    specs = model_specs(config)
+    pool = ModelPool(config.max_memory)
+    library = ModelLibrary(config, pool, loads)
+    runtimes = {name: library.offer(spec) for name, spec in specs.items()}
     async with contextlib.AsyncExitStack() as stack:
-        for runtime in runtimes.values():
-            stack.push_async_callback(runtime.stop)
-            await _start(runtime, console)
+        stack.push_async_callback(pool.close)
+        for name in specs:
+            if name in loads:
+                await _start(pool, runtimes[name], console)
         models = ServedModels(
             config,
-            [runtimes[name] for name, load in loads.items() if not load.is_embedder],
-            [runtimes[name] for name, load in loads.items() if load.is_embedder],
+            [runtimes[name] for name, spec in specs.items() if spec.kind == "text"],
+            [runtimes[name] for name, spec in specs.items() if spec.kind != "text"],
+            pool=pool,
+            specs=specs,
+            offer=library.offer,
         )
         await warm(config, models, console)
+        pool.start_upkeep()
         yield models
 
 
-async def _start(runtime: RuntimeClient, console: Console) -> None:
+async def _start(pool: ModelPool, runtime: RuntimeClient, console: Console) -> None:
     with progress_bar(f"loading {runtime.name}", console) as on_progress:
-        await runtime.start(lambda fraction: on_progress(fraction, 1))
-
-
-def _runtimes(config: Config, loads: dict[str, LoadModel]) -> dict[str, RuntimeClient]:
-    served = [load.files for load in loads.values() if not load.is_embedder]
-    return {
-        name: RuntimeClient(
-            name,
-            structs.replace(load, served=served),
-            queue=config.queue,
-            step_timeout_s=config.step_timeout,
-        )
-        for name, load in loads.items()
-    }
+        await pool.load(runtime, lambda fraction: on_progress(fraction, 1))
 
 
 def build_server(

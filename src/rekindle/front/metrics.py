@@ -72,7 +72,7 @@ async def show_metrics(request: Request) -> Response:
     """Metrics of all models in Prometheus' text format. With API keys, it needs an admin key."""
     if not caller_of(request).admin:
         raise Forbidden("Metrics cover all tenants, so this endpoint needs an admin key.")
-    runtimes = models_of(request).all
+    runtimes = models_of(request).all_loaded
     client = AdminClient.of(request)
     stats = await asyncio.gather(*(_stats(client, runtime) for runtime in runtimes))
     of_requests: RequestMetrics = getattr(request.state, REQUEST_METRICS)

@@ -218,6 +218,7 @@ class Model(TypedDict):
     object: Literal["model"]
     created: int
     owned_by: str
+    status: Literal["loaded", "loading", "unloaded", "failed"]
     aliases: list[str]
     modalities: list[str] | None
     max_model_len: int | None

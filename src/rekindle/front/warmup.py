@@ -40,7 +40,8 @@ async def warm(config: Config, models: ServedModels, console: Console) -> None:
         try:
             with progress_bar(f"warming {name}", console) as on_progress:
                 runtime = models.runtime(model_names[name])
-                tokens, key = await _prepare(request, runtime, on_progress)
+                async with models.pool.use(runtime):
+                    tokens, key = await _prepare(request, runtime, on_progress)
         except ServerError as error:
             log.warning("project %s could not be prepared: %s", name, error)
         else:

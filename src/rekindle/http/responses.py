@@ -214,6 +214,13 @@ class EventStream(Response):
             await self._chunks.aclose()
             self._close()  # not inside the generator, which may never have started
 
+    def continue_as(self, other: EventStream) -> AsyncGenerator[bytes, None]:
+        """Send the errors and signs of life of another stream from now on, and close it at the end.
+        Returns its chunks. The other stream is not sent itself."""
+        self._close, self._error_event = other._close, other._error_event
+        self._sign_of_life = other._sign_of_life or self._sign_of_life
+        return other._chunks
+
     @property
     def is_writable(self) -> bool:
         """Whether `write` may be called, while the generator waits for its next chunk."""
@@ -247,12 +254,12 @@ class EventStream(Response):
 
     async def _send_signs_of_life(self, send: Send) -> None:
         """Not part of `_send`, because a deadline for each chunk would cost more than the chunk."""
-        sign = self._sign_of_life
-        if sign is None:
+        if self._sign_of_life is None:
             return
-        time_s, wait_s = asyncio.get_running_loop().time, sign.after_s
+        time_s, wait_s = asyncio.get_running_loop().time, self._sign_of_life.after_s
         while True:
             await asyncio.sleep(wait_s)
+            sign = self._sign_of_life
             since_s = self._silent_since_s
             wait_s = sign.after_s if since_s is None else since_s + sign.after_s - time_s()
             if wait_s <= 0:

@@ -53,7 +53,9 @@ class LoadModel(Struct, tag=True, kw_only=True):
 
     path: str
     mmproj: str | None = None  # file of the vision projector
-    adapter: str | None = None  # folder of a LoRA adapter
+    adapter: str | None = None  # LoRA adapter: a GGUF file, or a folder for MLX
+    name: str = ""  # of a model that shares its files with another one
+    memory_bytes: int | None = None  # the free memory counts as this much at most
     requires_vision: bool = True  # False: without a usable projector, load it text-only
     is_embedder: bool = False  # load it for vectors or scores instead of text
     served: list[str] = []  # `files` of all models of this server; they share the budgets
@@ -62,7 +64,8 @@ class LoadModel(Struct, tag=True, kw_only=True):
     @property
     def files(self) -> str:
         """Identifies the model. The same weights with a projector or adapter are another model."""
-        return " ".join(part for part in (self.path, self.mmproj, self.adapter) if part)
+        parts = (self.path, self.mmproj, self.adapter, self.name)
+        return " ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,8 @@ _UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
     "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40,
 }  # fmt: skip
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_DURATION_PART = r"(\d{1,12}(?:\.\d{1,9})?)(ms|s|m|h|d)"
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*((?:[kmgt]i?)?)b?", re.IGNORECASE)
 
 
@@ -103,6 +105,21 @@ def parse_size(value: object) -> object:
         raise ValueError("takes a size such as 2GB, 512MiB or a number of bytes")
     number, unit = found.groups()
     return int(Fraction(number) * _UNITS[unit.lower()])
+
+
+def parse_duration(value: object) -> object:
+    """Parse `15m`, `1h30m`, `90s`, `300ms` or a number of seconds into seconds."""
+    if not isinstance(value, str):
+        return value
+    written = value.strip().lower()
+    sign = -1 if written.startswith("-") else 1
+    written = written.lstrip("+-")
+    if re.fullmatch(r"\d{1,12}(\.\d{1,9})?", written):
+        return sign * float(written)
+    if not re.fullmatch(f"({_DURATION_PART})+", written):
+        raise ValueError("takes a duration such as 15m, 1h30m or a number of seconds")
+    parts = re.findall(_DURATION_PART, written)
+    return sign * sum(float(number) * _SECONDS[unit] for number, unit in parts)
 
 
 def format_size(size_bytes: int) -> str:
@@ -153,6 +170,7 @@ def parse_object(value: object) -> object:
 
 
 SIZE_TEXT = ParsedBy(parse_size)
+DURATION_TEXT = ParsedBy(parse_duration)
 _SIZE_BOUNDS = Interval(ge=0, lt=1 << 60)
 
 Name = Annotated[str, MinLen(1)]
@@ -165,6 +183,7 @@ OptionalThreads = Annotated[int | None, Interval(ge=1, le=1024)]
 Parallel = Annotated[int, Interval(ge=1, le=128)]
 Size = Annotated[int, _SIZE_BOUNDS, SIZE_TEXT]
 OptionalSize = Annotated[int | None, _SIZE_BOUNDS, SIZE_TEXT]
+OptionalDuration = Annotated[float | None, Gt(0), DURATION_TEXT]
 OptionalKvBits = Annotated[int | None, ParsedBy(parse_kv_bits)]
 OptionalSeconds = Annotated[float | None, Gt(0)]
 Normalisers = Annotated[tuple[Normaliser, ...], ParsedBy(split_commas)]

@@ -43,6 +43,7 @@ def engine_options(load: LoadModel) -> EngineOptions:
         parallel=settings.parallel,
         context_tokens=settings.max_model_len,
         kv_fraction=settings.kv_fraction,
+        memory_bytes=load.memory_bytes,
         park_fraction=settings.park_fraction,
         threads=settings.thread_count,
         gpu_layers=settings.gpu_layers,

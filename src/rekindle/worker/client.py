@@ -69,13 +69,22 @@ class RuntimeClient:
         return self.ready
 
     @property
+    def described(self) -> Ready | None:
+        """The description of the model when it was last loaded. None: it was never loaded."""
+        return self.ready or self.supervisor.described
+
+    @property
     def file_name(self) -> str:
         """Name of the model's file or folder. Its path would show clients the operator's disk."""
         return Path(self._load.path).name
 
     @property
+    def path(self) -> Path:
+        return Path(self._load.path)
+
+    @property
     def file(self) -> ModelFile:
-        return ModelFile.at(Path(self._load.path))
+        return ModelFile.at(self.path)
 
     @property
     def turns(self) -> int:
@@ -86,14 +95,22 @@ class RuntimeClient:
         """The turns whose prefill has begun. The others wait."""
         return self._turns.running
 
-    async def start(self, on_loading: OnLoading = lambda _fraction: None) -> None:
-        """Load the model. Raises ModelError."""
-        await self.supervisor.start(on_loading)
+    @property
+    def is_busy(self) -> bool:
+        """Whether a turn or a request about the cache has not ended."""
+        return bool(self._turns or self._admin_requests)
 
-    async def stop(self) -> None:
-        """Stop the process. Turns in flight fail."""
+    async def start(
+        self, on_loading: OnLoading = lambda _fraction: None, load: LoadModel | None = None
+    ) -> None:
+        """Load the model, by default from the same files as before. Raises ModelError."""
+        self._load = load or self._load
+        await self.supervisor.start(self._load, on_loading)
+
+    async def stop(self, reason: str = "the server is stopping") -> None:
+        """Stop the process, which writes its state to disk. Turns in flight fail."""
         self.supervisor.disable()
-        self._fail_all(Unavailable("the server is stopping"))
+        self._fail_all(Unavailable(reason))
         await self.supervisor.stop()
 
     def submit(self, request: TurnRequest, on_event: OnEvent) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import signal
@@ -43,6 +44,7 @@ class WorkerProcess:
     _process: Process
     _transport: asyncio.WriteTransport
     _states: States
+    _is_loaded: bool = False
 
     @classmethod
     async def spawn(cls, name: str, load: LoadModel, on_message: OnMessage) -> WorkerProcess:
@@ -61,11 +63,15 @@ class WorkerProcess:
             loop = asyncio.get_running_loop()
             transport, _ = await loop.create_connection(lambda: FrameReader(receive), sock=ours)
             command = [sys.executable, "-m", "rekindle.runtime.main", str(theirs.fileno())]
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C must not reach its imports
-            )
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,  # a terminal's Ctrl-C must not reach its imports
+                )
+            except BaseException:
+                transport.close()  # a process that has started stops by itself
+                raise
         worker = cls(name, process, transport, states)
         worker.send(load)
         return worker
@@ -91,6 +97,7 @@ class WorkerProcess:
                 case Loading(fraction):
                     on_loading(fraction)
                 case Ready() as ready:
+                    self._is_loaded = True
                     return ready
                 case LoadFailed(message):
                     raise ModelError(message)
@@ -108,9 +115,15 @@ class WorkerProcess:
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """Ask the process to stop. Kill it if it has not written its state to disk in 120 s."""
-        self.send(Stop())
-        await self._wait_or_kill(120)
+        """Ask the process to stop. Kill it if it has not written its state to disk in 120 s.
+
+        A process that is still loading has no state to write, and would not read the message."""
+        if self._is_loaded:
+            self.send(Stop())
+            await self._wait_or_kill(120)
+        else:
+            self._kill()
+            await self._process.wait()
         self.close()
 
     async def abort(self) -> None:
@@ -122,8 +135,12 @@ class WorkerProcess:
         try:
             await asyncio.wait_for(self._process.wait(), limit_s)
         except TimeoutError:
-            self._process.kill()
+            self._kill()
             await self._process.wait()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            self._process.kill()
 
     def close(self) -> None:
         """Close the socket. A process that still runs stops by itself."""
@@ -192,6 +209,7 @@ class Supervisor:
         self.watchdog = Watchdog(step_timeout_s)
         self.process: WorkerProcess | None = None
         self.ready: Ready | None = None  # None while no model is loaded
+        self.described: Ready | None = None  # the last `ready`, also after unloading
         self.down_reason = "a model is loading"
         self.restarts = 0
         self.failed_restarts = 0  # since the process last ended
@@ -200,9 +218,15 @@ class Supervisor:
     def pid(self) -> int | None:
         return self.process.pid if self.process else None
 
-    async def start(self, on_loading: OnLoading) -> None:
-        """Load the model. Raises ModelError."""
-        self._watcher = asyncio.create_task(self._watch(await self._spawn(on_loading)))
+    async def start(self, load: LoadModel, on_loading: OnLoading) -> None:
+        """Load the model. Raises ModelError. If it fails or is cancelled, no process remains."""
+        self._load = load
+        try:
+            process = await self._spawn(on_loading)
+        except BaseException:
+            await asyncio.shield(self.stop())
+            raise
+        self._watcher = asyncio.create_task(self._watch(process))
 
     def disable(self) -> None:
         """Accept no more requests and stop restarting the process."""
@@ -211,14 +235,18 @@ class Supervisor:
             self._watcher.cancel()
 
     async def stop(self) -> None:
-        if self.process is not None:
-            await self.process.stop()
+        """End the process. Afterwards the model can be started again."""
+        process = self.process
+        if process is not None:
+            await process.stop()
+        if self.process is process:
+            self.process = None
 
     async def _spawn(self, on_loading: OnLoading) -> WorkerProcess:
         if self.process is not None:
             self.process.close()
         self.process = await WorkerProcess.spawn(self._name, self._load, self._on_message)
-        self.ready = await self.process.ready(on_loading)
+        self.described = self.ready = await self.process.ready(on_loading)
         self.watchdog.heartbeat()
         return self.process
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rekindle.api.base.models import served_embedders
+from rekindle.api.base.specs import served_embedders
 from rekindle.config import Config, load_config
 from rekindle.errors import ConfigError
 from tests.api.cache.entries import ENTRY, STATS, answering, holding
@@ -74,7 +74,7 @@ def test_an_unknown_number_says_which_are_loaded(value: str, model: str | None) 
     answer = models().chat(model=model, headers={"X-Model-Id": value.encode("latin-1")})
     assert answer.status_code == 400
     assert error(answer) == {
-        "message": "`X-Model-Id` takes the number of a loaded model: 0 (first), 1 (second).",
+        "message": "`X-Model-Id` takes the number of a model: 0 (first), 1 (second).",
         "type": "invalid_request_error",
         "param": "X-Model-Id",
         "code": "invalid_value",

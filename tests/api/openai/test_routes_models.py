@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from openai.types import Model
 
@@ -85,6 +87,11 @@ def test_the_openapi_document_lists_every_endpoint(front: Front) -> None:
         "/v1/tokenize",
         "/v1/detokenize",
         "/v1/internal/token-count",
+        "/v1/internal/model/list",
+        "/v1/internal/model/load",
+        "/v1/internal/model/unload",
+        "/v1/internal/model/info/{model}",
+        "/management/processes",
         "/v1/apply-template",
         "/v1/chat/completions/input_tokens",
         "/completion",
@@ -110,6 +117,9 @@ def test_the_openapi_document_lists_every_endpoint(front: Front) -> None:
         "/api/generate",
         "/api/embed",
         "/api/embeddings",
+        "/api/copy",
+        "/api/create",
+        "/api/delete",
         "/api/pull",
         "/api/show",
         "/api/tags",
@@ -158,6 +168,6 @@ def test_the_schema_describes_the_cache_with_its_answers_and_the_model_number(
             is_stored = "completion_id" in path or operation is operations.get("get")
             if path.startswith("/v1/chat/completions") and is_stored:
                 continue  # a stored completion is found in any model
-            if path.startswith(("/v1/cache", "/v1/ch", "/v1/com", "/v1/internal")):
+            if re.match("/v1/(cache|ch|com|internal/(token|model/kv_cache))", path):
                 names = [parameter["name"] for parameter in operation["parameters"]]
                 assert "X-Model-Id" in names, path

@@ -38,12 +38,13 @@ OTHER: dict[str, Any] = {  # another value for every field of Numerics
 # Every setting of the engine: another value that changes what is computed, or one that must not.
 NUMERIC: dict[str, Any] = {"path": "other.gguf", "context_tokens": 2048, "kv_type": "q8_0"}
 NUMERIC_OF_PICTURES = ("mmproj",)  # see test_vision.py
-REFUSED = ("adapter",)  # this engine has none
+NUMERIC_OF_ADAPTERS = ("adapter",)  # see test_model_adapter.py
 NUMERIC_ON_SEVERAL_GPUS = ("gpus", "gpu_shares")  # see test_gpus.py
 NUMERIC_ON_GPU: dict[str, Any] = {"gpu_layers": 1}
 NOT_NUMERIC: dict[str, Any] = {
     "parallel": 7,
     "kv_fraction": 0.1,
+    "memory_bytes": 1 << 20,
     "park_fraction": 0.01,
     "host_bytes": 1 << 20,
     "threads": 3,
@@ -56,7 +57,8 @@ NOT_NUMERIC: dict[str, Any] = {
 def test_every_engine_setting_is_classified_as_numeric_or_not() -> None:
     """A new setting fails here until it is added to the right table, which other tests use."""
     on_gpus = [*NUMERIC_ON_GPU, *NUMERIC_ON_SEVERAL_GPUS]
-    classified = [*NUMERIC, *NUMERIC_OF_PICTURES, *REFUSED, *on_gpus, *NOT_NUMERIC]
+    of_files = [*NUMERIC_OF_PICTURES, *NUMERIC_OF_ADAPTERS]
+    classified = [*NUMERIC, *of_files, *on_gpus, *NOT_NUMERIC]
     assert sorted(classified) == sorted(field.name for field in fields(EngineOptions))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -21,11 +22,12 @@ from rekindle.api.anthropic.schema import CountTokensRequest, MessagesRequest
 from rekindle.api.anthropic.threads import thread_of
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
+from rekindle.api.base.loading import Waiting, answer_when_loaded, loaded, sse_progress
 from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, ignored_headers
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.http.body import JsonRoute, run_off_loop, run_off_loop_if_large
-from rekindle.http.responses import MAY_STREAM, JsonResponse, documented
+from rekindle.http.responses import MAY_STREAM, JsonResponse, documented, sse_event
 from rekindle.protocol.admin import Tokenize, Tokenized
 from rekindle.worker.client import RuntimeClient
 
@@ -34,14 +36,28 @@ ERRORS = documented(400, model=AnthropicErrorBody)
 router = APIRouter(route_class=JsonRoute, tags=["messages"])
 
 
+def _ping(name: str, fraction: float) -> bytes:
+    """Clients of this API expect pings. The comment tells people what the stream waits for."""
+    return sse_progress(name, fraction) + sse_event("ping", {"type": "ping"})
+
+
+PINGS = Waiting(_ping)
+
+
 @router.post(ROOT, responses={**MAY_STREAM, **ERRORS})
 async def create_message(
     body: MessagesRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Answer a conversation. State that was computed for an equal prefix, in any dialect, is
     reused."""
-    models = models_of(request)
-    runtime = _runtime(models, body.model, number)
+    runtime = _runtime(models_of(request), body.model, number)
+    answer = partial(_answer, body, request, runtime)
+    return await answer_when_loaded(
+        request, runtime, answer, stream=bool(body.stream), waiting=PINGS
+    )
+
+
+async def _answer(body: MessagesRequest, request: Request, runtime: RuntimeClient) -> Response:
     thread = await thread_of(request, body)
     stored_bytes = thread.size_bytes if thread else 0
     body = thread.body if thread else body
@@ -67,7 +83,7 @@ async def count_tokens(
 ) -> Response:
     """Count the tokens of a prompt."""
     models = models_of(request)
-    runtime = _runtime(models, body.model, number)
+    runtime = await loaded(request, _runtime(models, body.model, number))
     conversation = await run_off_loop(request, Conversation.of, body)
     chat = await render_chat(request, runtime, conversation.messages)
     fields = prompt_fields(body, conversation, chat, models.config)
@@ -102,7 +118,8 @@ async def list_models(request: Request) -> Response:
     models = models_of(request)
     data = [_model(runtime, models.started_at) for runtime in models.runtimes]
     ids = [each["id"] for each in data]
-    page = {"has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    page = {"has_more": False, "first_id": first, "last_id": last}
     return JsonResponse({"data": data, **page})
 
 
@@ -122,7 +139,7 @@ async def hello() -> Response:
 
 
 def _model(runtime: RuntimeClient, created_at: int) -> dict[str, Any]:
-    context_tokens = runtime.ready.context_tokens if runtime.ready else None
+    context_tokens = runtime.described.context_tokens if runtime.described else None
     return {
         "type": "model",
         "id": runtime.name,

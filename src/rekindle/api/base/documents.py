@@ -111,7 +111,7 @@ class DocumentClient:
         tenant = caller_of(request).salt
         self._slots = slots.setdefault(tenant, TenantSlots())
         self._admin = AdminClient.of_tenant(request)
-        self._runtimes = models_of(request).runtimes
+        self._runtimes = models_of(request).loaded_runtimes
         self._body = body_of(request)
         self._refuses = refuses
 

@@ -4,57 +4,141 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Header
 from pydantic import TypeAdapter, ValidationError
 from starlette.requests import Request
 
+from rekindle.api.base.specs import ModelSpec, model_specs, served_names, with_idle_limit
 from rekindle.api.base.tools import Tool, Tools, described
 from rekindle.config import Config, Preset
-from rekindle.errors import BadRequest, ConfigError, ModelNotFound, Unsupported
+from rekindle.errors import BadRequest, ConfigError, ModelError, ModelNotFound, Unsupported
 from rekindle.http.limits import permitted
-from rekindle.models.catalogue import CATALOGUE, DEFAULT_MODEL, DEFAULT_VISION_MODEL
-from rekindle.models.folder import is_model_folder
+from rekindle.models.catalogue import CATALOGUE
 from rekindle.worker.client import RuntimeClient
+from rekindle.worker.pool import LoadPolicy, ModelPool, PreparedLoad
 
 DEFAULT = "default"
 ModelNumber = Annotated[
     str | None,
-    Header(alias="X-Model-Id", description="The number of a loaded model, counted from 0."),
+    Header(alias="X-Model-Id", description="The number of a model, counted from 0."),
 ]
 
 _tools: TypeAdapter[list[Tool]] = TypeAdapter(Tools)
 
 
 class ServedModels:
-    """The loaded models and their settings. The first of a kind is the default."""
+    """The models and their settings, loaded or not. The first of a kind is the default."""
 
     def __init__(
         self,
         config: Config,
         runtimes: list[RuntimeClient],
         embedders: Sequence[RuntimeClient] = (),
+        *,
+        pool: ModelPool | None = None,
+        specs: Mapping[str, ModelSpec] | None = None,
+        offer: Callable[[ModelSpec], RuntimeClient] | None = None,
     ) -> None:
-        """`runtimes` generate text; `embedders` compute embeddings or scores."""
+        """`runtimes` generate text; `embedders` compute embeddings or scores. Without a pool, they
+        are loaded and stay so. `offer` adds a model to the pool."""
         self.config = config
         self._runtimes = {runtime.name: runtime for runtime in runtimes}
         self._embedders = {runtime.name: runtime for runtime in embedders}
-        self._rankers = {each.name for each in embedders if each.ready and each.ready.ranks}
-        self._default = runtimes[0]
+        self._numbered_names = [runtime.name for runtime in runtimes]  # never shrinks
+        self.pool = pool or _fixed_pool([*runtimes, *embedders])
+        self._specs = dict(model_specs(config) if specs is None else specs)
         self._configs = {
-            served: _with_defaults_of(name, config) for served, name in served_names(config).items()
+            name: _with_defaults_of(spec, config) for name, spec in self._specs.items()
         }
         self._aliases = alias_models(config)
+        self._offer = offer
         self.started_at = int(time.time())
+
+    def add(self, spec: ModelSpec) -> None:
+        """Offer one more model, to be loaded on request. The others keep their numbers."""
+        self.check_on_demand()
+        assert self._offer is not None
+        spec = with_idle_limit(spec, self.config)
+        runtime = self._offer(spec)
+        self._specs[spec.name] = spec
+        self._configs[spec.name] = _with_defaults_of(spec, self.config)
+        if spec.kind == "text":
+            self._runtimes[spec.name] = runtime
+            if spec.name not in self._numbered_names:
+                self._numbered_names.append(spec.name)
+        else:
+            self._embedders[spec.name] = runtime
+
+    def check_on_demand(self) -> None:
+        if self._offer is None or not self.config.loads_on_demand:
+            raise Unsupported(
+                "This server loads its models when it starts: start it with --models-dir, or list "
+                "them under `models` in rekindle.yaml."
+            )
+
+    def is_removable(self, spec: ModelSpec) -> bool:
+        """Whether a request may delete the model, because no setting names it."""
+        base = spec.name.partition(":")[0]
+        return not (spec.at_start or spec.adapter or {spec.name, base} & self.config.models.keys())
+
+    async def remove(self, name: str) -> None:
+        """Unload a model and offer it no longer. Its number stays unused. Raises ModelBusy."""
+        runtime = next(each for each in self.all if each.name == name)
+        await self.pool.remove(runtime)
+        for models in (self._runtimes, self._embedders, self._specs, self._configs):
+            models.pop(name, None)
+
+    @property
+    def _default(self) -> RuntimeClient:
+        found = next(iter(self._runtimes.values()), None)
+        if found is None:
+            raise ModelNotFound("This server offers no model any more: pull or create one.")
+        return found
+
+    @property
+    def _rankers(self) -> list[str]:
+        return [name for name, each in self._embedders.items() if self._ranks(each)]
+
+    def _ranks(self, runtime: RuntimeClient) -> bool:
+        """Its files tell before it is first loaded."""
+        if runtime.described is not None:
+            return runtime.described.ranks
+        spec = self._specs.get(runtime.name)
+        return spec is not None and spec.kind == "rerank"
+
+    def spec_of(self, runtime: RuntimeClient) -> ModelSpec | None:
+        return self._specs.get(runtime.name)
+
+    def system_of(self, runtime: RuntimeClient) -> str | None:
+        """The system prompt of conversations that have none."""
+        spec = self.spec_of(runtime)
+        return spec.system if spec else None
 
     @property
     def runtimes(self) -> list[RuntimeClient]:
-        """The models that generate text, in the order of `--model`, which numbers them."""
+        """The models that generate text, in the order of the settings."""
         return list(self._runtimes.values())
+
+    @property
+    def loaded_runtimes(self) -> list[RuntimeClient]:
+        """The models that generate text and were loaded. One of them may be restarting."""
+        return [each for each in self.runtimes if self.pool.model(each).is_usable]
+
+    @property
+    def all_loaded(self) -> list[RuntimeClient]:
+        return [each for each in self.all if self.pool.model(each).is_usable]
+
+    def number_of(self, runtime: RuntimeClient) -> int | None:
+        """The number of a text model for `X-Model-Id`."""
+        names = self._numbered_names
+        return names.index(runtime.name) if runtime.name in names else None
+
+    def is_embedder(self, runtime: RuntimeClient) -> bool:
+        return runtime.name in self._embedders
 
     @property
     def all(self) -> list[RuntimeClient]:
@@ -144,26 +228,46 @@ class ServedModels:
         return self._configs.get(runtime.name, self.config)
 
     def _numbered(self, number: str) -> RuntimeClient:
-        loaded = {str(place): runtime for place, runtime in enumerate(self.runtimes)}
-        if number not in loaded:
-            names = ", ".join(f"{place} ({runtime.name})" for place, runtime in loaded.items())
+        numbered = {
+            str(place): self._runtimes[name]
+            for place, name in enumerate(self._numbered_names)
+            if name in self._runtimes
+        }
+        if number not in numbered:
+            names = ", ".join(f"{place} ({runtime.name})" for place, runtime in numbered.items())
             raise BadRequest(
-                f"`X-Model-Id` takes the number of a loaded model: {names}.", param="X-Model-Id"
+                f"`X-Model-Id` takes the number of a model: {names}.", param="X-Model-Id"
             )
-        return loaded[number]
+        return numbered[number]
 
     def chosen(self, number: str | None) -> list[RuntimeClient]:
-        """The text model of this number, or all of them if there is no number."""
-        return self.runtimes if number is None else [self._numbered(number)]
+        """The text model of this number, or all loaded ones if there is no number."""
+        return self.loaded_runtimes if number is None else [self._numbered(number)]
 
     def others(self, runtime: RuntimeClient) -> list[RuntimeClient]:
-        return [other for other in self.runtimes if other is not runtime]
+        return [other for other in self.loaded_runtimes if other is not runtime]
 
     @property
     def problem(self) -> str | None:
-        """Why a model does not answer, or None if all do."""
-        down = (runtime.supervisor.down_reason for runtime in self.all if runtime.ready is None)
+        """Why a model that was loaded does not answer, or None if all do."""
+        down = (
+            runtime.supervisor.down_reason
+            for runtime in self.all
+            if runtime.ready is None and self.pool.model(runtime).is_usable
+        )
         return next(down, None)
+
+
+def _fixed_pool(runtimes: Sequence[RuntimeClient]) -> ModelPool:
+    """A pool of models that are loaded already, and stay so."""
+    pool = ModelPool()
+    for runtime in runtimes:
+        pool.add(runtime, LoadPolicy(prepare=_never, keep_loaded=True), is_loaded=True)
+    return pool
+
+
+def _never() -> PreparedLoad:
+    raise ModelError("this model is not loaded on request")
 
 
 def _named(model: str, served: Mapping[str, RuntimeClient]) -> RuntimeClient:
@@ -194,54 +298,24 @@ def models_of(request: Request) -> ServedModels:
     return models
 
 
-def served_embedders(config: Config) -> dict[str, str]:
-    """The models of `--embedding-model`, in order, keyed by the name that clients use."""
-    return _by_served_name(config.embedding_model, taken=served_names(config))
-
-
-def served_names(config: Config) -> dict[str, str]:
-    """The models of `--model`, in order, keyed by the name that clients use."""
-    default = DEFAULT_VISION_MODEL if config.vlm and config.mmproj is None else DEFAULT_MODEL
-    return _by_served_name(config.model or (default,))
-
-
-def _with_defaults_of(name: str, config: Config) -> Config:
-    """Fill in the defaults of a catalogue model. A setting that the operator gave wins."""
-    if name not in CATALOGUE:
-        return config
-    defaults = dataclasses.asdict(CATALOGUE[name].defaults)
+def _with_defaults_of(spec: ModelSpec, config: Config) -> Config:
+    """Fill in the defaults of a model: those of its declaration, else those of the catalogue for
+    settings that the operator did not give."""
+    model = CATALOGUE.get(spec.source)
+    defaults = dataclasses.asdict(model.defaults) if model else {}
     filled = {
         setting: value
         for setting, value in defaults.items()
         if value is not None and setting not in config.given
     }
-    return dataclasses.replace(config, **filled)
-
-
-def _by_served_name(names: Sequence[str], taken: Mapping[str, str] = {}) -> dict[str, str]:
-    named: dict[str, str] = {}
-    for name in names:
-        served = _served_name(name)
-        other = taken.get(served) or named.setdefault(served, name)
-        if other != name or served in taken:
-            raise ConfigError(
-                f"{other} and {name} would both be called {served}: rename one of the files"
-            )
-    return named
-
-
-def _served_name(name: str) -> str:
-    """The stem of a file, the name of a folder, or the name as given."""
-    path = Path(name)
-    if path.is_file():
-        return path.stem
-    return path.resolve().name if is_model_folder(path) else name
+    filled |= spec.parameters
+    return dataclasses.replace(config, **filled) if filled else config
 
 
 def alias_models(config: Config) -> dict[str, str]:
     """The served model of each alias, which may name it as clients do, or as `--model` does."""
-    served = {**served_names(config), **served_embedders(config)}
-    if config.any_model_name and len(served_names(config)) > 1:
+    served = {name: spec.source for name, spec in model_specs(config).items()}
+    if config.any_model_name and (len(served_names(config)) > 1 or config.loads_on_demand):
         raise ConfigError(
             "`--any-model-name` is for a server with one model: give one --model, or list the "
             "names of each model under `aliases` in rekindle.yaml"
@@ -261,7 +335,8 @@ def _aliased(alias: str, model: str, served: Mapping[str, str]) -> str:
 
 def preset_models(config: Config) -> dict[str, str]:
     """The served model of each preset."""
-    names = served_names(config)
+    specs = model_specs(config).values()
+    names = {spec.name: spec.source for spec in specs if spec.kind == "text"}
     return {name: _model_of(name, preset, names) for name, preset in config.projects.items()}
 
 

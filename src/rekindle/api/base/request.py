@@ -11,7 +11,7 @@ from msgspec import structs
 from starlette.requests import Request
 
 from rekindle.api.base.fields import MAX_ID_CHARACTERS
-from rekindle.api.base.messages import DOCUMENT, VIDEO, Message, rendered
+from rekindle.api.base.messages import DOCUMENT, VIDEO, Message, plain_message, rendered
 from rekindle.api.base.models import models_of
 from rekindle.config import Config
 from rekindle.errors import Unsupported
@@ -144,6 +144,7 @@ async def render_chat(
 
     `stored_bytes` is the size of messages that are not in the request's body.
     """
+    messages = with_system(messages, models_of(request).system_of(runtime))
     if not any(message.media for message in messages):
         size_bytes = len(await request.body()) + stored_bytes
         return RenderedChat(
@@ -154,6 +155,13 @@ async def render_chat(
     return await while_connected(
         request, load_media(media, runtime, messages, resize, tenant, hold)
     )
+
+
+def with_system(messages: Sequence[Message], system: str | None) -> Sequence[Message]:
+    """Begin a conversation that has no system prompt with the one of the model."""
+    if system is None or not messages or messages[0].role in ("system", "developer"):
+        return messages
+    return [plain_message("system", content=system), *messages]
 
 
 async def load_media(

@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient, durability, refine_reason, tenant_names
 from rekindle.api.base.fields import MAX_ITEMS, FreeObject, Id, StrictModel
+from rekindle.api.base.loading import chosen, loaded
 from rekindle.api.base.messages import Messages, Resize
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.request import render_chat
@@ -152,7 +153,7 @@ async def validate(
 ) -> ValidityBody:
     """Tell whether these messages would hit the entry. Changes nothing."""
     models = models_of(request)
-    runtime = models.runtime(body.model, number)
+    runtime = await loaded(request, models.runtime(body.model, number))
     client = AdminClient.of_tenant(request)
     chat = await render_chat(request, runtime, body.messages, body.resize)
     op = Validate(
@@ -175,7 +176,7 @@ async def validate(
 @router.post("/v1/cache/gc", response_model_exclude_unset=True)
 async def collect(request: Request, number: ModelNumber = None) -> RemovedBody:
     """Remove expired entries now."""
-    client, runtimes = AdminClient.of(request), models_of(request).chosen(number)
+    client, runtimes = AdminClient.of(request), await chosen(request, number)
     removed = [await client.request(runtime, CollectExpired(), Removed) for runtime in runtimes]
     return RemovedBody(**removed_fields(*removed))
 
@@ -203,14 +204,14 @@ async def show_entry(key: str, request: Request, number: ModelNumber = None) -> 
 @router.delete("/v1/cache/{key:path}", response_model_exclude_unset=True)
 async def evict(key: str, request: Request, number: ModelNumber = None) -> Evicted:
     """Remove an entry."""
-    runtimes = models_of(request).chosen(number)
+    runtimes = await chosen(request, number)
     _, removed = await AdminClient.of(request).find(runtimes, DeleteEntry(key), Removed)
     return Evicted(status="evicted", cache_key=key, **durability(removed))
 
 
 async def _entry(request: Request, number: str | None, op: ShowEntry | PinEntry) -> EntryBody:
     client = AdminClient.of(request)
-    runtime, info = await client.find(models_of(request).chosen(number), op, EntryInfo)
+    runtime, info = await client.find(await chosen(request, number), op, EntryInfo)
     tenants = await tenant_names(request, runtime) if client.is_admin else None
     return EntryBody(**entry_fields(info, runtime.name, tenants))
 
@@ -235,7 +236,7 @@ async def list_entries(
     request: Request, number: ModelNumber = None, limit: Limit = 100, after: After = None
 ) -> Listing:
     """List the entries of all models, or of the numbered one, most recently used first."""
-    client, runtimes = AdminClient.of(request), models_of(request).chosen(number)
+    client, runtimes = AdminClient.of(request), await chosen(request, number)
     ops = [ListEntries(limit=limit, before=each) for each in _positions(after, len(runtimes))]
     asked = (client.request(*each, EntryList) for each in zip(runtimes, ops, strict=True))
     pages = await asyncio.gather(*asked)
@@ -320,7 +321,7 @@ Branches = Annotated[
 async def show_tree(request: Request, number: ModelNumber = None, limit: Branches = 1000) -> Trees:
     """Show how conversations share their stored prefixes, for all models or the numbered one."""
     client, trees = AdminClient.of(request), []
-    for runtime in models_of(request).chosen(number):
+    for runtime in await chosen(request, number):
         tree = await client.request(runtime, ShowTree(limit=limit), PrefixTree)
         branches = [BranchBody.model_validate(each) for each in tree.branches]
         body = TreeBody(model=runtime.name, branches=branches, is_complete=tree.is_complete)

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import Id
+from rekindle.api.base.loading import chosen, loaded
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.cache.entries import EntryBody, entry_fields
 from rekindle.config import Config
@@ -72,7 +73,7 @@ class FileTooLarge(BadRequest):
 async def export(key: str, request: Request, number: ModelNumber = None) -> StreamingResponse:
     """Export an entry of your own as a file for other programs, such as mlx_lm."""
     client = AdminClient.of_tenant(request)
-    runtimes = models_of(request).chosen(number)
+    runtimes = await chosen(request, number)
     with ExitStack() as held:
         held.enter_context(_slot(request))
         async with _private_folder() as folder:
@@ -107,7 +108,7 @@ async def import_state(
 ) -> EntryBody:
     """Import a file as an entry of your own. Its metadata must contain its tokens."""
     models = models_of(request)
-    runtime = models.runtime(model, number)
+    runtime = await loaded(request, models.runtime(model, number))
     if not runtime.loaded.has_state_files:  # before the upload is written to disk
         raise StateNotPortable
     client = AdminClient.of_tenant(request)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import MAX_ID_CHARACTERS, SessionNumber, StrictModel, takes
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.cache.entries import MAX_PAGE_ENTRIES, RemovedBody, removed_fields
 from rekindle.errors import NotFound
@@ -69,7 +70,7 @@ class SessionRemoved(RemovedBody):
 @router.get("/info")
 async def show_sessions(request: Request, number: ModelNumber = None) -> Sessions:
     """List sessions and messages whose state is kept, with its size."""
-    runtime = models_of(request).runtime(None, number)
+    runtime = await loaded(request, models_of(request).runtime(None, number))
     entries = await _all_entries(AdminClient.of_tenant(request), runtime)
     named = [(info, list(_sessions(info))) for info in entries]
     caches = [session for _, sessions in named for session in sessions]
@@ -86,7 +87,7 @@ async def remove_session(
     body: RemoveRequest, request: Request, number: ModelNumber = None
 ) -> SessionRemoved:
     """Remove the state of one session."""
-    runtime = models_of(request).runtime(None, number)
+    runtime = await loaded(request, models_of(request).runtime(None, number))
     op = RemoveSession(body.session_id)
     removed = await AdminClient.of_tenant(request).request(runtime, op, Removed)
     if not removed.entries:
@@ -102,7 +103,7 @@ async def remove_old(
     body: RemoveOldRequest, request: Request, number: ModelNumber = None
 ) -> RemovedBody:
     """Remove state that was not used for `seconds`, unless it is pinned."""
-    runtime = models_of(request).runtime(None, number)
+    runtime = await loaded(request, models_of(request).runtime(None, number))
     removed = await AdminClient.of_tenant(request).request(
         runtime, RemoveOld(body.seconds), Removed
     )

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import KvBits, KvGroupSize, KvStart, StrictModel, count_characters
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.messages import Messages, Resize, rendered
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import Turns
@@ -90,7 +91,7 @@ async def prepare(body: PrepareRequest, request: Request, number: ModelNumber = 
     models = models_of(request)
     if not models.config.context_cache:
         raise Unsupported("this server reuses nothing: it was started without --context-cache")
-    runtime = models.runtime(body.model, number)
+    runtime = await loaded(request, models.runtime(body.model, number))
     client = AdminClient.of_tenant(request)
     if body.shared is not False:
         client = _sharing(body, request)

@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from rekindle.api.base.admin import AdminClient
-from rekindle.api.base.models import ModelNumber, models_of
+from rekindle.api.base.loading import chosen
+from rekindle.api.base.models import ModelNumber
 from rekindle.protocol.admin import HEALTHY_DISK_STATES, GetStats, Stats
 
 DERIVED = ("by_tier", "turns", "hit_rate", "disk_state")  # figures that are not plain sums
@@ -55,7 +56,7 @@ class CacheStats(BaseModel):
 @router.get("/v1/cache/stats", response_model_exclude_unset=True)
 async def show_stats(request: Request, number: ModelNumber = None) -> CacheStats:
     """Show the figures of all models together, or of the numbered one."""
-    client, runtimes = AdminClient.of(request), models_of(request).chosen(number)
+    client, runtimes = AdminClient.of(request), await chosen(request, number)
     stats = [await client.request(runtime, GetStats(), Stats) for runtime in runtimes]
     return total(stats, admin=client.is_admin)
 
@@ -82,4 +83,4 @@ def _worst(states: Iterable[str]) -> str:
     """The first unhealthy state. Otherwise "ok" if any disk tier is in use."""
     found = set(states)
     unhealthy = sorted(found - set(HEALTHY_DISK_STATES))
-    return unhealthy[0] if unhealthy else min(found, key=HEALTHY_DISK_STATES.index)
+    return unhealthy[0] if unhealthy else min(found, key=HEALTHY_DISK_STATES.index, default="off")

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from rekindle.api.base.completions import build_request, token_limit
 from rekindle.api.base.llama_result import sampling_settings
+from rekindle.api.base.loading import answer_when_loaded, loaded
 from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.reply import VectorsResponse, result_of, vectors
 from rekindle.api.base.request import RequestBuilder
@@ -43,19 +44,27 @@ async def complete(
 ) -> Response:
     """Continue a text, or each of a list of texts."""
     runtime = models_of(request).runtime(body.model, number)
-    builder = RequestBuilder.of(request, runtime)
-    requests = await run_off_loop(request, _completions, body, builder)
-    return await NativeReply(request, runtime, requests, body).respond(stream=bool(body.stream))
+
+    async def answer() -> Response:
+        builder = RequestBuilder.of(request, runtime)
+        requests = await run_off_loop(request, _completions, body, builder)
+        return await NativeReply(request, runtime, requests, body).respond(stream=bool(body.stream))
+
+    return await answer_when_loaded(request, runtime, answer, stream=bool(body.stream))
 
 
 @router.post("/infill", responses=MAY_STREAM)
 async def infill(body: InfillRequest, request: Request, number: ModelNumber = None) -> Response:
     """Write the text of a gap, for models of code that were trained to fill in the middle."""
     runtime = models_of(request).runtime(body.model, number)
-    builder = RequestBuilder.of(request, runtime)
-    gap = Infill(prefix=body.input_prefix, suffix=body.input_suffix, extra=body.extra)
-    turn = _turn(body, builder, {"prompt": body.prompt, "infill": gap})
-    return await NativeReply(request, runtime, [turn], body).respond(stream=bool(body.stream))
+
+    async def answer() -> Response:
+        builder = RequestBuilder.of(request, runtime)
+        gap = Infill(prefix=body.input_prefix, suffix=body.input_suffix, extra=body.extra)
+        turn = _turn(body, builder, {"prompt": body.prompt, "infill": gap})
+        return await NativeReply(request, runtime, [turn], body).respond(stream=bool(body.stream))
+
+    return await answer_when_loaded(request, runtime, answer, stream=bool(body.stream))
 
 
 def _completions(body: NativeCompletionRequest, builder: RequestBuilder) -> list[GenerateRequest]:
@@ -90,7 +99,7 @@ async def embed(body: EmbeddingRequest, request: Request) -> Response:
             param="embd_normalize",
         )
     models = models_of(request)
-    runtime = models.embedder(body.model)
+    runtime = await loaded(request, models.embedder(body.model))
     wanted = EmbedRequest(
         inputs=body.inputs, reuse=models.config.context_cache, salt=caller_of(request).salt
     )
@@ -109,7 +118,7 @@ def _vectors(embedded: Embedded) -> Response:
 async def props(request: Request, model: str | None = None, number: ModelNumber = None) -> Response:
     """Describe the model: context, chat template, modalities and the defaults of requests."""
     models = models_of(request)
-    runtime = models.runtime(model, number)
+    runtime = await loaded(request, models.runtime(model, number))
     config, ready = models.config_of(runtime), runtime.loaded
     defaults = SamplingFields.model_validate({})
     body = {
@@ -141,7 +150,7 @@ async def slots(
     if not caller_of(request).admin:
         raise Forbidden("Slots show the load of all tenants, so this endpoint needs an admin key.")
     models = models_of(request)
-    runtime = models.runtime(model, number)
+    runtime = await loaded(request, models.runtime(model, number))
     found = _slots(models, runtime)
     if fail_on_no_slot and all(slot["is_processing"] for slot in found):
         raise Unavailable("no slot available: every place in the batch is taken; try again later")

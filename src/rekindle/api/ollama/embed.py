@@ -8,8 +8,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import VectorsResponse, result_of, vectors
+from rekindle.api.ollama.keep_alive import set_keep_alive
 from rekindle.api.ollama.models import bare
 from rekindle.api.ollama.reply import NS, OllamaErrorBody
 from rekindle.api.ollama.schema import OllamaEmbedRequest
@@ -30,7 +32,7 @@ router = APIRouter(
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Compute a normalised vector for each input."""
     models = models_of(request)
-    runtime = models.embedder(bare(body.model, models))
+    runtime = await loaded(request, models.embedder(bare(body.model, models)))
     embedded = await _embedded(body, request, runtime)
     answer = {
         "model": body.model or runtime.name,
@@ -47,12 +49,14 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 async def embed_prompt(body: OllamaEmbedRequest, request: Request) -> Response:
     """Compute the vector of `prompt`, for older clients."""
     models = models_of(request)
-    embedded = await _embedded(body, request, models.embedder(bare(body.model, models)))
+    runtime = await loaded(request, models.embedder(bare(body.model, models)))
+    embedded = await _embedded(body, request, runtime)
     found = vectors(embedded)
     return VectorsResponse({"embedding": found[0] if len(found) else []})
 
 
 async def _embedded(body: OllamaEmbedRequest, request: Request, runtime: RuntimeClient) -> Embedded:
+    set_keep_alive(models_of(request), runtime, body.keep_alive)
     if not body.inputs:
         return Embedded(0, b"", runtime.loaded.dimensions, prompt_tokens=0, reused_tokens=0)
     wanted = EmbedRequest(

@@ -17,12 +17,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rekindle.api.base.models import ServedModels, models_of
+from rekindle.api.base.specs import Kind, ModelSpec, kind_of
+from rekindle.api.ollama.keep_alive import expires_at
 from rekindle.api.ollama.reply import RESPONSES, LineStream, OllamaErrorBody, line, utc
-from rekindle.api.ollama.schema import ModelRequest
+from rekindle.api.ollama.schema import SAMPLING_ALIASES, ModelRequest
 from rekindle.errors import BadRequest, Forbidden, ModelError, TooManyRequests
 from rekindle.http.auth import caller_of
-from rekindle.http.body import JsonRoute
+from rekindle.http.body import JsonRoute, run_off_loop
 from rekindle.http.responses import JsonResponse, documented
+from rekindle.models.gguf import BrokenHeader, summarise_gguf
 from rekindle.models.pull import pull
 from rekindle.protocol.frames import Ready
 from rekindle.protocol.requests import IMAGE
@@ -60,31 +63,37 @@ async def tags(request: Request) -> Response:
 
 @router.get("/api/ps")
 async def running(request: Request) -> Response:
-    """List the loaded models, which are all of them. They are never unloaded."""
-    models = [
+    """List the loaded models, and when each will be unloaded if no request comes."""
+    models = models_of(request)
+    listed = [
         {
             **_model(runtime),
-            "expires_at": "9999-12-31T23:59:59Z",
+            "size": models.pool.model(runtime).used_bytes or runtime.file.size_bytes,
+            "expires_at": expires_at(models, runtime),
             "size_vram": 0,
             "context_length": runtime.ready.context_tokens,
         }
-        for runtime in models_of(request).all
+        for runtime in models.all
         if runtime.ready is not None
     ]
-    return JsonResponse({"models": models})
+    return JsonResponse({"models": listed})
 
 
 @router.post("/api/show")
 async def show(body: ModelRequest, request: Request) -> Response:
-    """Describe one model."""
+    """Describe one model. This does not load it."""
     models = models_of(request)
     runtime = models.any(bare(body.named, models))
-    ready = runtime.loaded
+    ready = runtime.described
+    if ready is None:
+        ready = await run_off_loop(request, _from_header, models, runtime)
     architecture = ready.architecture or "unknown"
+    spec = models.spec_of(runtime)
     return JsonResponse(
         {
             "modelfile": f"FROM {runtime.name}\n",
-            "parameters": "",
+            "parameters": "\n".join(_parameters(spec)),
+            **({"system": spec.system} if spec and spec.system else {}),
             "template": ready.chat_template or "",
             "details": _details(runtime),
             "model_info": {
@@ -96,6 +105,35 @@ async def show(body: ModelRequest, request: Request) -> Response:
             "capabilities": _capabilities(ready),
             "modified_at": utc(datetime.fromtimestamp(runtime.file.modified_s, UTC)),
         }
+    )
+
+
+def _parameters(spec: ModelSpec | None) -> list[str]:
+    found = dict(spec.parameters) if spec else {}
+    if spec and spec.max_model_len:
+        found["num_ctx"] = spec.max_model_len
+    names = {**SAMPLING_ALIASES, "max_tokens": "num_predict"}
+    return [f"{names.get(name, name)} {value}" for name, value in found.items()]
+
+
+def _from_header(models: ServedModels, runtime: RuntimeClient) -> Ready:
+    """Describe a model that was never loaded by the header of its file."""
+    try:
+        summary = summarise_gguf(runtime.path) if runtime.path.is_file() else None
+    except (OSError, BrokenHeader):
+        summary = None
+    fields = summary.fields if summary else {}
+    architecture = str(fields.get("general.architecture", ""))
+    context = fields.get(f"{architecture}.context_length", 0)
+    width = fields.get(f"{architecture}.embedding_length", 0)
+    template = fields.get("tokenizer.chat_template")
+    return Ready(
+        context_tokens=context if isinstance(context, int) else 0,
+        pool_tokens=0,
+        architecture=architecture,
+        parameters=summary.parameters if summary else 0,
+        chat_template=str(template) if template else None,
+        dimensions=width if isinstance(width, int) and models.is_embedder(runtime) else 0,
     )
 
 
@@ -114,7 +152,7 @@ def _model(runtime: RuntimeClient) -> dict[str, Any]:
 
 
 def _details(runtime: RuntimeClient) -> dict[str, Any]:
-    ready = runtime.ready
+    ready = runtime.described
     family = ready.architecture if ready else ""
     return {
         "parent_model": "",
@@ -145,6 +183,11 @@ def _size(parameters: int) -> str:
     return str(parameters)
 
 
+def check_admin(request: Request, what: str) -> None:
+    if not caller_of(request).admin:
+        raise Forbidden(f"{what} changes this machine's disk, so it needs an admin key")
+
+
 class Download:
     """Pulls a model in a thread, for which a stopping server does not wait, and queues lines about
     its progress. Only one runs at a time, because they would share the network and the disk."""
@@ -156,12 +199,14 @@ class Download:
             raise TooManyRequests("another model is being pulled: try again when it is done")
         self.lines: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # None ends them
         self.error: str | None = None
+        self.kind: Kind = "text"  # known when the model is here
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._fetch, args=(name, folder), name="pull", daemon=True).start()
 
     def _fetch(self, name: str, folder: Path) -> None:
         try:
-            pull(name, models_dir=folder, progress=self)
+            path = pull(name, models_dir=folder, progress=self)
+            self.kind = kind_of(str(path))
         except ModelError as error:
             self.error = str(error)
         except Exception:
@@ -204,8 +249,8 @@ class Download:
 
 @pull_router.post("/api/pull")
 async def pull_model(body: ModelRequest, request: Request) -> Response:
-    """Download a model by its name in the catalogue or on the hub. To serve it, start the server
-    with `--model NAME`. A served model is already there."""
+    """Download a model by its name in the catalogue or on the hub. A server with `models` or
+    `--models-dir` then offers it. Another one has to be restarted with `--model NAME`."""
     models = models_of(request)
     name = bare(body.named, models)
     if not name:
@@ -214,8 +259,7 @@ async def pull_model(body: ModelRequest, request: Request) -> Response:
         lines = [{"status": "pulling manifest"}, SUCCESS]
         content = b"".join(map(line, lines)) if body.stream is not False else line(SUCCESS)
         return Response(content, media_type=LineStream.media_type)
-    if not caller_of(request).admin:
-        raise Forbidden("pulling a model uses this machine's disk, so it needs an admin key")
+    check_admin(request, "pulling a model")
     if body.stream is not False:
         return LineStream(_pulling(name, models), lambda: None)
     async for _ in _pulling(name, models):
@@ -231,5 +275,9 @@ async def _pulling(name: str, models: ServedModels) -> AsyncGenerator[bytes, Non
         yield line(fields)
     if download.error is not None:
         raise BadRequest(download.error, param="model")
-    yield line({"status": f"start the server with --model {name} to serve it"})
+    if models.config.loads_on_demand:
+        source = name.removesuffix(LATEST)
+        models.add(ModelSpec(name=source, source=source, kind=download.kind))
+    else:
+        yield line({"status": f"start the server with --model {name} to serve it"})
     yield line(SUCCESS)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
+from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import (
     Reply,
     ignored_headers,
@@ -21,6 +22,7 @@ from rekindle.api.base.reply import (
     token_logprobs,
     x_cache,
 )
+from rekindle.api.ollama.keep_alive import is_ignored
 from rekindle.api.ollama.request import Context
 from rekindle.api.ollama.schema import RequestBase
 from rekindle.errors import ServerError
@@ -93,7 +95,10 @@ class OllamaReply(Reply):
         body: RequestBase,
         context: Context | None = None,
     ) -> None:
-        headers = ignored_headers({IGNORED_FIELDS_HEADER: body.ignored_fields})
+        ignored = list(body.ignored_fields)
+        if is_ignored(models_of(http), runtime, body.keep_alive):
+            ignored.append("keep_alive")
+        headers = ignored_headers({IGNORED_FIELDS_HEADER: ignored})
         super().__init__(http, runtime, [request], headers=headers)
         self._model = body.model or runtime.name
         self._context = context

@@ -27,6 +27,7 @@ from rekindle.api.base.sampling import RepeatLastN, SamplingFields
 from rekindle.api.base.tools import Tools
 from rekindle.errors import Unsupported
 from rekindle.protocol.requests import StructuredOutput
+from rekindle.protocol.settings import parse_duration
 
 #: Ollama's names of sampling parameters, where they differ.
 SAMPLING_ALIASES = {
@@ -42,7 +43,10 @@ Format = Annotated[
 Think = Annotated[
     bool | Literal["low", "medium", "high"], takes('true, false, "low", "medium" or "high"')
 ]
-KeepAlive = Annotated[str | float, takes('a duration: seconds, or a text like "5m"')]
+#: Seconds. Less than 0 means: for ever.
+KeepAlive = Annotated[
+    float, BeforeValidator(parse_duration), takes('a duration: seconds, or a text like "5m"')
+]
 MIROSTAT = "Mirostat is not supported: use `min_p` or `typical_p` instead of"
 LOADED = "the server loads its models when it starts"
 FIELD_TABLE: FieldTable = {
@@ -54,7 +58,6 @@ FIELD_TABLE: FieldTable = {
     "options.penalize_newline": Refused("penalties include line breaks: remove", (True,)),
     "truncate": Ignored("a prompt that is too long is refused", (False,)),
     "shift": Ignored("a reply ends where the context ends", (False,)),
-    "keep_alive": Ignored(LOADED),
     "options.num_keep": Ignored("a context is never shifted"),
     "options.draft_num_predict": Ignored("speculation does not change a reply"),
     **{
@@ -137,7 +140,7 @@ class RequestBase(KnownFields, StrictModel):
     @property
     def unloads(self) -> bool:
         """Whether a request without a prompt asks to unload the model."""
-        return self.keep_alive in (0, "0", "0s", "0m")
+        return self.keep_alive == 0
 
 
 class CalledFunction(StrictModel):

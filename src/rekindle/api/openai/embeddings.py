@@ -18,6 +18,7 @@ from rekindle.api.base.fields import (
     refuse_empty,
     takes,
 )
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import VectorsResponse, embedder_usage, result_of, vectors
 from rekindle.http.auth import caller_of
@@ -64,7 +65,7 @@ class EmbeddingRequest(StrictModel):
 async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
     """Compute a normalised vector for each input. Equal inputs are computed once."""
     models = models_of(request)
-    runtime = models.embedder(body.model)
+    runtime = await loaded(request, models.embedder(body.model))
     wanted = EmbedRequest(
         inputs=body.inputs,
         dimensions=body.dimensions,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rekindle.api.base.loading import answer_when_loaded
 from rekindle.api.base.models import ModelNumber, ServedModels, models_of
 from rekindle.api.base.request import RequestBuilder, render_chat
 from rekindle.api.openai.reply import ChatReply, TextReply
@@ -27,12 +29,17 @@ async def create_chat_completion(
     body: ChatRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Answer a conversation. State that was computed for an equal prefix is reused."""
-    models = models_of(request)
-    runtime = models.runtime(body.model, number)
+    runtime = models_of(request).runtime(body.model, number)
+    answer = partial(_answer_chat, body, request, runtime)
+    return await answer_when_loaded(request, runtime, answer, stream=bool(body.stream))
+
+
+async def _answer_chat(body: ChatRequest, request: Request, runtime: RuntimeClient) -> Response:
     chat = await render_chat(request, runtime, body.messages, body.resize)
     builder = RequestBuilder.of(request, runtime)
     requests = await run_off_loop(request, chat_requests, body, builder, chat)
-    reply = ChatReply(request, runtime, requests, body, others=models.others(runtime))
+    others = models_of(request).others(runtime)
+    reply = ChatReply(request, runtime, requests, body, others=others)
     return await reply.respond(stream=bool(body.stream))
 
 
@@ -41,11 +48,16 @@ async def create_completion(
     body: CompletionRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Continue a text, or each of a list of texts."""
-    models = models_of(request)
-    runtime = models.runtime(body.model, number)
+    runtime = models_of(request).runtime(body.model, number)
+    answer = partial(_complete, body, request, runtime)
+    return await answer_when_loaded(request, runtime, answer, stream=bool(body.stream))
+
+
+async def _complete(body: CompletionRequest, request: Request, runtime: RuntimeClient) -> Response:
     builder = RequestBuilder.of(request, runtime)
     requests = await run_off_loop(request, completion_requests, body, builder)
-    reply = TextReply(request, runtime, requests, body, others=models.others(runtime))
+    others = models_of(request).others(runtime)
+    reply = TextReply(request, runtime, requests, body, others=others)
     return await reply.respond(stream=bool(body.stream))
 
 
@@ -54,7 +66,7 @@ async def list_models(request: Request) -> Response:
     """List the models that this server serves."""
     models = models_of(request)
     listed = [_model(runtime, models) for runtime in models.all]
-    native = [_native_model(runtime) for runtime in models.all]
+    native = [_native_model(runtime, models) for runtime in models.all]
     return JsonResponse({"object": "list", "data": listed, "models": native})
 
 
@@ -68,13 +80,14 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 
 def _model(runtime: RuntimeClient, models: ServedModels) -> dict[str, Any]:
-    ready = runtime.ready
+    ready = runtime.described
     is_embedder = ready is not None and ready.dimensions and not ready.ranks
     return {
         "id": runtime.name,
         "object": "model",
         "created": models.started_at,
         "owned_by": "rekindle",
+        "status": models.pool.model(runtime).status,
         "aliases": models.aliases_of(runtime),
         "modalities": list(ready.modalities) if ready else None,
         "max_model_len": ready.context_tokens if ready else None,
@@ -83,10 +96,10 @@ def _model(runtime: RuntimeClient, models: ServedModels) -> dict[str, Any]:
     }
 
 
-def _native_model(runtime: RuntimeClient) -> dict[str, Any]:
+def _native_model(runtime: RuntimeClient, models: ServedModels) -> dict[str, Any]:
     """A model as llama.cpp's server lists it, for clients that ask what it can do."""
-    ready, file = runtime.ready, runtime.file
-    capabilities = ["embedding" if ready and ready.dimensions else "completion"]
+    ready, file = runtime.described, runtime.file
+    capabilities = ["embedding" if models.is_embedder(runtime) else "completion"]
     if ready and IMAGE in ready.modalities:
         capabilities.append("multimodal")
     return {

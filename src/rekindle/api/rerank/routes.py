@@ -19,6 +19,7 @@ from rekindle.api.base.fields import (
     limit_text,
     takes,
 )
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import embedder_usage, result_of
 from rekindle.errors import BadRequest
@@ -89,7 +90,7 @@ class RerankRequest(StrictModel):
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Score how well each document answers the query, from 0 to 1, best first."""
     models = models_of(request)
-    runtime = models.ranker(body.model)
+    runtime = await loaded(request, models.ranker(body.model))
     wanted = RankRequest(
         query=body.query,
         documents=body.ranked_texts,

@@ -27,6 +27,7 @@ from rekindle.api.base.documents import (
     size_bytes,
 )
 from rekindle.api.base.fields import MAX_ITEMS, Metadata, StrictModel
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.models import models_of
 from rekindle.api.responses.errors import ConversationNotFound
 from rekindle.api.responses.items import (
@@ -73,7 +74,8 @@ class ConversationStore:
         """`refuses` has the same meaning as in `DocumentClient`."""
         self._request = request
         self._documents = DocumentClient(request, refuses=refuses)
-        self._first = models_of(request).runtimes[0]
+        models = models_of(request)
+        self._first = (models.loaded_runtimes or models.runtimes)[0]
         self._tenant = caller_of(request).salt
         self._locks: ConversationLocks = getattr(request.state, CONVERSATION_LOCKS)
 
@@ -91,7 +93,8 @@ class ConversationStore:
             "created_at": int(time.time()),
             "metadata": metadata,
         }
-        saved = await self._documents.save(self._first, created["id"], lines, created)
+        first = await loaded(self._request, self._first)
+        saved = await self._documents.save(first, created["id"], lines, created)
         return created | _confirmed(saved)
 
     async def change(self, key: str, change: Change) -> Changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from itertools import count
 from typing import Any
 
@@ -12,6 +13,7 @@ from starlette.responses import Response
 
 from rekindle.api.base.admin import durability
 from rekindle.api.base.documents import STORED_S, DocumentClient, Stored, as_lines, tried
+from rekindle.api.base.loading import uses_of
 from rekindle.api.base.models import models_of
 from rekindle.api.base.reply import Reply, Turns, x_cache
 from rekindle.api.responses.background import (
@@ -119,12 +121,13 @@ class ResponseReply(Reply):
             self.close()
             raise
         self._open_responses[self._key] = self
-        background.start(self._key, log, self._run(turns, log))
+        uses = uses_of(self._http).pop_all()  # the model stays loaded until the response ends
+        background.start(self._key, log, self._run(turns, log, uses))
         if stream:
             return stream_of(log.after(None), self._headers)
         return JsonResponse(queued, headers=self._headers)
 
-    async def _run(self, turns: Turns, log: EventLog) -> None:
+    async def _run(self, turns: Turns, log: EventLog, uses: AsyncExitStack) -> None:
         """Write all events of the response, the last of which ends it."""
         try:
             with body_of(self._http).holding(self.conversation.size_bytes, refuses=False):
@@ -138,6 +141,7 @@ class ResponseReply(Reply):
         finally:
             self.close()
             log.end()
+            await uses.aclose()
 
     async def _fail(self, error: ServerError, log: EventLog) -> None:
         log.add(self.error_event(error))

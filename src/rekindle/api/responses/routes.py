@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -20,6 +21,7 @@ from rekindle.api.base.documents import (
 )
 from rekindle.api.base.fields import MAX_TOKENS
 from rekindle.api.base.known_fields import IGNORED_FIELDS_HEADER
+from rekindle.api.base.loading import answer_when_loaded, loaded
 from rekindle.api.base.models import ModelNumber, models_of
 from rekindle.api.base.reply import IGNORED_TOOLS_HEADER, UNENFORCED_HEADER, ignored_headers
 from rekindle.api.base.request import RequestBuilder, render_chat
@@ -69,13 +71,17 @@ async def create_response(
 ) -> Response:
     """Answer a conversation of items. State that was computed for an equal prefix, in any dialect,
     is reused. A stored response can be continued by its id, even after a restart."""
-    models = models_of(request)
-    runtime = models.runtime(body.model, number)
+    runtime = models_of(request).runtime(body.model, number)
+    answer = partial(_answer, body, request, runtime)
+    return await answer_when_loaded(request, runtime, answer, stream=bool(body.stream))
+
+
+async def _answer(body: ResponsesRequest, request: Request, runtime: RuntimeClient) -> Response:
     conversation = await _conversation(request, runtime, body)
     chat = await render_chat(
         request, runtime, conversation.messages, stored_bytes=conversation.size_bytes
     )
-    response = ResponseObject(body, runtime.name, models.config_of(runtime))
+    response = ResponseObject(body, runtime.name, models_of(request).config_of(runtime))
     previous = body.previous_response_id
     names = names_of(body, response.id, None if _unstored(request, previous) else previous)
     turn = generate_request(body, conversation, chat, RequestBuilder.of(request, runtime), names)
@@ -92,7 +98,7 @@ async def count_input_tokens(
 ) -> Response:
     """Count the tokens of a prompt."""
     models = models_of(request)
-    runtime = models.runtime(body.model, number)
+    runtime = await loaded(request, models.runtime(body.model, number))
     conversation = await _conversation(request, runtime, body)
     chat = await render_chat(
         request, runtime, conversation.messages, stored_bytes=conversation.size_bytes
@@ -108,7 +114,7 @@ async def compact_conversation(
 ) -> Response:
     """Replace a conversation by the user's messages and a summary of everything else. Send the
     `output` as the beginning of the next `input`."""
-    runtime = models_of(request).runtime(body.model, number)
+    runtime = await loaded(request, models_of(request).runtime(body.model, number))
     conversation = await _conversation(request, runtime, body)
     messages = with_instruction(conversation.messages)
     chat = await render_chat(request, runtime, messages, stored_bytes=conversation.size_bytes)

@@ -15,9 +15,10 @@ from starlette.responses import Response, StreamingResponse
 
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.fields import MAX_ITEMS, FreeObject, StrictModel, Text, Tokens
+from rekindle.api.base.loading import loaded
 from rekindle.api.base.messages import Message, Messages, rendered
 from rekindle.api.base.models import ModelNumber, models_of
-from rekindle.api.base.request import or_default
+from rekindle.api.base.request import or_default, with_system
 from rekindle.api.base.tools import ChatTools, described
 from rekindle.errors import BadRequest, Unsupported
 from rekindle.http.body import JsonRoute, body_of, run_off_loop
@@ -50,8 +51,12 @@ class ConversationBase(StrictModel):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    def conversation(self, messages: list[Message], *, normalise: bool) -> Tokenize:
-        """Ask for the tokens of a conversation. `normalise` is the server's setting for chats."""
+    def conversation(
+        self, messages: Sequence[Message], *, normalise: bool, system: str | None
+    ) -> Tokenize:
+        """Ask for the tokens of a conversation. `normalise` is the server's setting for chats, and
+        `system` the model's own system prompt."""
+        messages = with_system(messages, system)
         if any(message.media for message in messages):
             raise Unsupported(
                 "images and files have no tokens before they are read: send only text",
@@ -95,7 +100,7 @@ class TokenizeRequest(ConversationBase):
             )
         return self
 
-    def op(self, *, normalise: bool) -> Tokenize:
+    def op(self, *, normalise: bool, system: str | None) -> Tokenize:
         if self.messages is None:
             by_default = or_default(self.add_special_tokens, self.prompt is not None)
             op = Tokenize(
@@ -104,7 +109,7 @@ class TokenizeRequest(ConversationBase):
                 parse_special=self.parse_special,
             )
         else:
-            op = self.conversation(self.messages, normalise=normalise)
+            op = self.conversation(self.messages, normalise=normalise, system=system)
         op.with_pieces = self.with_pieces or self.return_token_strs
         return op
 
@@ -127,8 +132,10 @@ class TokenCountBody(BaseModel):
 async def tokenize(body: TokenizeRequest, request: Request, number: ModelNumber = None) -> Response:
     """Tokenise a text, or a conversation as the model would read it."""
     models = models_of(request)
-    op = await run_off_loop(request, body.op, normalise=models.config.normalise)
     runtime = models.any(body.model, number)
+    system, normalise = models.system_of(runtime), models.config.normalise
+    op = await run_off_loop(request, body.op, normalise=normalise, system=system)
+    await loaded(request, runtime)
     found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     body_of(request).hold(len(found.packed))
     parts = _parts(found, body)
@@ -143,7 +150,7 @@ async def detokenize(
     body: DetokenizeRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Convert tokens to text, including control tokens."""
-    runtime = models_of(request).any(body.model, number)
+    runtime = await loaded(request, models_of(request).any(body.model, number))
     client = AdminClient.of_tenant(request)
     found = await client.request(runtime, Detokenize(body.tokens), Detokenized)
     return JsonResponse({"content": found.text, "prompt": found.text})
@@ -154,7 +161,7 @@ async def apply_template(
     body: TemplateRequest, request: Request, number: ModelNumber = None
 ) -> Response:
     """Render a conversation as the text that the model would read."""
-    runtime = models_of(request).runtime(body.model, number)
+    runtime = await loaded(request, models_of(request).runtime(body.model, number))
     found = await _tokenized(body, request, runtime, with_text=True)
     body_of(request).hold(len(found.text))
     return JsonResponse({"prompt": found.text})
@@ -163,8 +170,11 @@ async def apply_template(
 async def _tokenized(
     body: TemplateRequest, request: Request, runtime: RuntimeClient, *, with_text: bool = False
 ) -> Tokenized:
-    normalise = models_of(request).config.normalise
-    op = await run_off_loop(request, body.conversation, body.messages, normalise=normalise)
+    models = models_of(request)
+    system, normalise = models.system_of(runtime), models.config.normalise
+    op = await run_off_loop(
+        request, body.conversation, body.messages, normalise=normalise, system=system
+    )
     op.with_tokens, op.with_text = False, with_text
     return await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
 
@@ -174,7 +184,7 @@ async def count_tokens(
     body: TokenCountRequest, request: Request, number: ModelNumber = None
 ) -> TokenCountBody:
     """Count the tokens of a text, including the model's special tokens."""
-    runtime = models_of(request).any(body.model, number)
+    runtime = await loaded(request, models_of(request).any(body.model, number))
     op = Tokenize(text=body.text, add_special=True, with_tokens=False)
     found = await AdminClient.of_tenant(request).request(runtime, op, Tokenized)
     return TokenCountBody(length=found.count)
@@ -190,7 +200,7 @@ async def count_chat_tokens(
     body: TemplateRequest, request: Request, number: ModelNumber = None
 ) -> InputTokensBody:
     """Count the tokens of a conversation as the model would read it."""
-    runtime = models_of(request).runtime(body.model, number)
+    runtime = await loaded(request, models_of(request).runtime(body.model, number))
     found = await _tokenized(body, request, runtime)
     return InputTokensBody(input_tokens=found.count)
 

@@ -138,6 +138,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "llama_model_meta_val_str": (c_int32, [_P, c_char_p, c_char_p, c_size_t]),
     "llama_init_from_model": (_P, [_P, ContextParams]),
     "llama_free": (None, [_P]),
+    "llama_adapter_lora_init": (_P, [_P, c_char_p]),
+    "llama_set_adapters_lora": (c_int32, [_P, POINTER(_P), c_size_t, POINTER(c_float)]),
     "llama_get_memory": (_P, [_P]),
     "llama_memory_clear": (None, [_P, c_bool]),
     "llama_memory_seq_rm": (c_bool, [_P, c_int32, c_int32, c_int32]),

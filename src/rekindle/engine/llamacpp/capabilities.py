@@ -58,12 +58,13 @@ class Numerics:
         )
 
 
-def weights_digest(path: Path, mmproj: Path | None = None) -> bytes:
-    """Hash all files of the model. The first file of a split may hold no tensor, and another
-    projector makes other state of a picture."""
+def weights_digest(path: Path, mmproj: Path | None = None, adapter: Path | None = None) -> bytes:
+    """Hash all files of the model. The first file of a split may hold no tensor, another projector
+    makes other state of a picture, and an adapter changes the state of everything."""
     files = [path.with_name(name) for name in split_names(path.name)]
     files += [mmproj] if mmproj else []
-    return _hash(*files)
+    digest = _hash(*files)
+    return digest if adapter is None else digest + b"adapter" + _hash(adapter)
 
 
 def state_fingerprint(weights: bytes, numerics: Numerics) -> bytes:
@@ -114,7 +115,7 @@ def _backends(library: Any) -> tuple[str, ...]:
 def describe(
     options: EngineOptions, model: LlamaModel, sizes: Sizes, projector: Projector | None
 ) -> Capabilities:
-    weights = weights_digest(options.path, options.mmproj)
+    weights = weights_digest(options.path, options.mmproj, options.adapter)
     return Capabilities(
         block_tokens=sizes.block_tokens,
         step_tokens=sizes.step_tokens,

@@ -88,6 +88,7 @@ class Shape:
     kv_type: str = "f16"
     original_tokens: int = 0  # of a LongRoPE model; 0: the value in the file
     recurrent: bool = False  # some state belongs to one position and cannot be cut
+    adapter: int = 0  # the native LoRA adapter; 0: none
     has_places: bool = False  # tokens of a picture share a position and have a place each (M-RoPE)
 
 
@@ -127,6 +128,8 @@ class Context:
                 "lower --max-model-len, --parallel or --kv-fraction"
             )
         self._native = native
+        if self.shape.adapter:
+            self._apply_adapter(native)
         self._threads: StepThreads | None = None
         if self.shape.may_use_fewer and self.shape.threads > 1:
             set_threads = self._library.llama_set_n_threads
@@ -137,6 +140,12 @@ class Context:
             )
         self.memory = Memory(self._library, native)
         self._nothing = self.checkpoint(self.scratch) if self.shape.recurrent else b""
+
+    def _apply_adapter(self, native: int) -> None:
+        """Add the adapter to the weights, in every native call of this context."""
+        adapters, scales = (ctypes.c_void_p * 1)(self.shape.adapter), (ctypes.c_float * 1)(1.0)
+        if self._library.llama_set_adapters_lora(native, adapters, 1, scales):
+            raise ModelError("llama.cpp cannot apply this adapter to the model")
 
     def rebuild(self) -> None:
         self.close()

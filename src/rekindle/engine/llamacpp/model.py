@@ -159,6 +159,8 @@ class LlamaModel:
             library.llama_model_is_recurrent(native) or library.llama_model_is_hybrid(native)
         )
         self._check_kv_type(options.kv_type)
+        #: A native LoRA adapter, which every context applies. It is freed with the model.
+        self.adapter = self._load_adapter(options.adapter)
 
     def _load(self, options: EngineOptions, on_progress: OnProgress) -> int:
         params = self.library.llama_model_default_params()
@@ -183,6 +185,17 @@ class LlamaModel:
         if self.library.llama_model_has_encoder(model):
             raise ModelError(f"{options.path.name} is not a text generation model")
         return int(model)
+
+    def _load_adapter(self, path: Path | None) -> int:
+        if path is None:
+            return 0
+        adapter = self.library.llama_adapter_lora_init(self.native, str(path).encode())
+        if not adapter:
+            raise ModelError(
+                f"llama.cpp cannot load the adapter {path.name}: it is damaged, or it was made for "
+                "another model. Give a LoRA adapter in GGUF that was made for this model."
+            )
+        return int(adapter)
 
     def gpu_layers(self, options: EngineOptions) -> int:
         """Return the number of layers to put on the GPU. It may exceed the layers of the model."""

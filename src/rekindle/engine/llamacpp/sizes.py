@@ -43,6 +43,8 @@ def choose_sizes(
         kv_type: state.sized_as(kv_type) for kv_type in others if kv_type != options.kv_type
     }
     left_bytes = free_bytes(model)
+    if options.memory_bytes is not None:
+        left_bytes = min(left_bytes, options.memory_bytes)
     budget_bytes = int(options.kv_fraction * left_bytes)
     park_tokens = int(park_fraction * left_bytes) // max(state.each, 1)
     slots_bytes = state.checkpoint * (sequences + 1)  # independent of the number of cells
@@ -159,6 +161,7 @@ def _smallest_shape(model: LlamaModel, options: EngineOptions) -> Shape:
         kv_type=options.kv_type,
         original_tokens=model.rope.original_tokens if model.rope else 0,
         recurrent=not model.can_truncate,
+        adapter=model.adapter,
     )
 
 

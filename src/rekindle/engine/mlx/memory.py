@@ -73,6 +73,8 @@ def plan_memory(
     """Describe the engine, and return the cells of each KV type. The budget is spent on the default
     type. Pools of other types hold at least one context."""
     free = free_bytes(device)
+    if options.memory_bytes is not None:
+        free = min(free, options.memory_bytes)
     budget = int(options.kv_fraction * free)
     # Freed buffers that MLX keeps for reuse would otherwise grow to the peak of memory use.
     mx.set_cache_limit(budget // 16)
