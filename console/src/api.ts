@@ -137,8 +137,10 @@ export interface CacheFigures {
 
 export interface LiveModel {
   id: string;
-  is_ready: boolean;
+  status: "loaded" | "loading" | "unloaded" | "failed";
+  loading: number | null;
   reason: string | null;
+  memory_bytes: number;
   context_tokens: number | null;
   modalities: string[];
   generates: boolean;

@@ -62,7 +62,7 @@ function Summary({ live }: { live: Live }) {
       <Sharing />
       <div class="figure">
         <h2>{texts.cache.saved}</h2>
-        <p>{texts.cache.savedText(count(saved.tokens), seconds(saved.seconds))}</p>
+        <p>{texts.cache.savedTokens(count(saved.tokens))}{saved.seconds > 0 && texts.cache.savedTime(seconds(saved.seconds))}</p>
         {saved.days.length > 0 && (
           <details>
             <summary>{texts.cache.perDay}</summary>

@@ -5,29 +5,8 @@ import { ApiError, blocks, json, post, request, type Live, type LiveModel } from
 import { bytes, count } from "./format";
 import { texts } from "./texts";
 
-type State = "loaded" | "loading" | "unloaded" | "failed";
-
-interface Listed {
-  name: string;
-  kind: "text" | "embedding";
-  status: State;
-  loading?: number;
-  error?: string;
-  keep_loaded: boolean;
-  size_bytes: number;
-  memory_bytes: number;
-  context_tokens?: number;
-}
-
 export function ModelsView({ live }: { live: Live }) {
-  const [listed, setListed] = useState<Listed[] | null>(null);
   const [problem, setProblem] = useState("");
-  const refresh = async () => setListed((await json<{ models: Listed[] }>("/v1/internal/model/list")).models);
-  useEffect(() => {
-    void refresh().catch((error) => (setListed([]), setProblem(explain(error))));
-    const timer = setInterval(() => void refresh().catch(() => undefined), 2000);
-    return () => clearInterval(timer);
-  }, []);
   const change = async (action: "load" | "unload", model: string) => {
     setProblem("");
     try {
@@ -35,26 +14,18 @@ export function ModelsView({ live }: { live: Live }) {
     } catch (error) {
       setProblem(explain(error));
     }
-    await refresh().catch(() => undefined);
   };
-  if (!listed) return <p class="loading">{texts.loading}</p>;
+  if (!live.snapshot) return <p class="loading">{texts.loading}</p>;
   return (
     <>
       <section aria-labelledby="models-title">
         <h1 id="models-title">{texts.models.title}</h1>
         {problem && <p class="problem" role="alert">{problem}</p>}
         <div class="cards">
-          {listed.map((model) => (
-            <ModelCard
-              key={model.name}
-              model={model}
-              live={live.snapshot?.models.find((each) => each.id === model.name)}
-              onChange={change}
-            />
-          ))}
+          {live.snapshot.models.map((model) => <ModelCard key={model.id} model={model} onChange={change} />)}
         </div>
       </section>
-      <Pull onPulled={() => void refresh()} />
+      <Pull />
       <SettingsInForce />
     </>
   );
@@ -66,30 +37,26 @@ const explain = (error: unknown): string => {
 };
 
 interface CardProps {
-  model: Listed;
-  live: LiveModel | undefined;
+  model: LiveModel;
   onChange: (action: "load" | "unload", model: string) => void;
 }
 
-function ModelCard({ model, live, onChange }: CardProps) {
-  const { status } = model;
+function ModelCard({ model, onChange }: CardProps) {
+  const { id, status, loading, reason } = model;
   const facts: [string, string | null][] = [
     [texts.models.context, model.context_tokens ? texts.models.tokens(count(model.context_tokens)) : null],
-    [texts.models.inputs, live?.modalities.join(", ") || null],
-    [texts.models.file, bytes(model.size_bytes)],
+    [texts.models.inputs, model.modalities.join(", ") || null],
     [texts.models.memory, model.memory_bytes ? bytes(model.memory_bytes) : null],
-    [texts.models.prefill, live?.prefill_tokens_per_s ? texts.turn.rate(count(live.prefill_tokens_per_s)) : null],
+    [texts.models.prefill, model.prefill_tokens_per_s ? texts.turn.rate(count(model.prefill_tokens_per_s)) : null],
   ];
-  const problem = model.error ?? (status === "loading" ? null : live?.reason);
+  const isUp = status === "loaded" || status === "loading";
   return (
-    <article class="card" aria-label={model.name}>
-      <h2>{model.name}</h2>
-      <p class={`state ${status}`}>{texts.models[status]}{problem && status !== "unloaded" ? `: ${problem}` : ""}</p>
-      {status === "loading" && <progress max={1} value={model.loading} aria-label={texts.models.loading} />}
+    <article class="card" aria-label={id}>
+      <h2>{id}</h2>
+      <p class={`state ${status}`}>{texts.models[status]}{reason && `: ${reason}`}</p>
+      {status === "loading" && <progress max={1} value={loading ?? undefined} aria-label={texts.models.loading} />}
       <dl>{facts.filter(([, value]) => value).map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
-      {status === "loaded" || status === "loading"
-        ? <button type="button" onClick={() => onChange("unload", model.name)}>{texts.models.unload}</button>
-        : <button type="button" onClick={() => onChange("load", model.name)}>{texts.models.load}</button>}
+      <button type="button" onClick={() => onChange(isUp ? "unload" : "load", id)}>{isUp ? texts.models.unload : texts.models.load}</button>
     </article>
   );
 }
@@ -101,7 +68,7 @@ interface Step {
   error?: string;
 }
 
-function Pull({ onPulled }: { onPulled: () => void }) {
+function Pull() {
   const [name, setName] = useState("");
   const [step, setStep] = useState<Step | null>(null);
   const [problem, setProblem] = useState("");
@@ -118,7 +85,6 @@ function Pull({ onPulled }: { onPulled: () => void }) {
         setStep(found);
       }
       setStep({ status: texts.models.pulled });
-      onPulled();
     } catch (error) {
       setStep(null);
       setProblem(explain(error));

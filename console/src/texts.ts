@@ -153,7 +153,8 @@ export const texts = {
     disk: "Disk",
     sharing: "Sharing saves",
     saved: "Reuse has saved",
-    savedText: (tokens: string, time: string) => `${tokens} tokens, about ${time} of computing`,
+    savedTokens: (tokens: string) => `${tokens} tokens`,
+    savedTime: (time: string) => `, about ${time} of computing`,
     perDay: "By day, since the start of the server",
   },
 
@@ -192,7 +193,6 @@ export const texts = {
     failed: "failed",
     context: "Context",
     tokens: (count: string) => `${count} tokens`,
-    file: "Size on disk",
     memory: "Memory",
     prefill: "Prefill speed",
     inputs: "Takes",

@@ -473,6 +473,35 @@ def test_a_real_second_turn_is_reused_and_shown_live(visit: Visit, server: Serve
     expect(page.locator(".rows")).to_contain_text("Question number 2")
 
 
+@pytest.mark.long
+def test_two_tenants_see_their_own_turns_and_the_admin_sees_both(
+    visit: Visit, tmp_path: Path
+) -> None:
+    model = write_llama(tmp_path / "tiny.gguf", context=2048)
+    keys = ("--api-key", "anna", "--api-key", "bert", "--admin-key", "root")
+    with running(model, tmp_path, "--threads", "1", *keys) as keyed:
+        shown = {}
+        for key in ("anna", "bert", "root"):
+            visitor = visit(keyed.url)
+            visitor.page.get_by_label("API key", exact=True).fill(key)
+            visitor.page.get_by_role("button", name="Sign in").click()
+            if key != "root":
+                visitor.page.get_by_text("Settings").click()
+                visitor.page.get_by_label("Maximum output tokens").fill("4")
+                visitor.ask(f"This is {key}'s own question about a ship")
+                expect(visitor.page.locator(".turn")).to_have_count(1)
+            shown[key] = visitor
+        for key, count in (("anna", 1), ("bert", 1), ("root", 2)):
+            page = shown[key].page
+            page.get_by_role("link", name="Live").click()
+            expect(page.locator(".log p")).to_have_count(count)
+            page.get_by_role("link", name="Cache").click()
+            expect(page.get_by_text(f"{count} entr", exact=False)).to_be_visible()
+        expect(shown["root"].page.get_by_text("own question")).to_have_count(0)
+        for visitor in shown.values():
+            visitor.context.close()
+
+
 def test_an_open_page_survives_the_death_of_the_model(visit: Visit, server: Server) -> None:
     page = visit(server.url).go("live")
     expect(page.get_by_text("All models answer.")).to_be_visible()

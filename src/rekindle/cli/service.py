@@ -44,6 +44,7 @@ class Service:
             "[Service]",
             "Type=exec",
             f"ExecStart={_quoted([str(self.program), 'serve', *self.flags])}",
+            "ExecReload=/bin/kill -HUP $MAINPID",
             "Restart=on-failure",
             "RestartSec=5",
             f"TimeoutStopSec={STOP_S}",

@@ -59,7 +59,7 @@ def test_a_snapshot_has_the_state_of_every_model() -> None:
     snapshot = asyncio.run(first(Watched(), ADMIN))
     [model] = snapshot["models"]
     assert snapshot["problem"] is None
-    assert (model["id"], model["is_ready"], model["generates"]) == ("tiny", True, True)
+    assert (model["id"], model["status"], model["generates"]) == ("tiny", "loaded", True)
     assert model["cache"]["ram_bytes"] == 1000
 
 
@@ -119,7 +119,7 @@ def test_a_model_that_does_not_answer_is_still_shown() -> None:
     snapshot = asyncio.run(first(watched, ADMIN))
     assert snapshot["problem"]
     [model] = snapshot["models"]
-    assert not model["is_ready"]
+    assert model["reason"]
     assert model["cache"] is None
 
 

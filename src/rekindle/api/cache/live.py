@@ -103,7 +103,7 @@ class LiveFeed:
                 stats, asked_s = await _stats_of(models, client), now_s
             snapshot = {
                 "problem": models.problem,
-                "models": [_model(each, stats.get(each.name), view) for each in models.all],
+                "models": [_model(models, each, stats.get(each.name), view) for each in models.all],
             }
             event = b"event: snapshot\ndata: " + orjson.dumps(snapshot) + b"\n\n"
             self._known[view] = _Known(now_s, event, stats, asked_s)
@@ -122,16 +122,21 @@ async def _stats_of(models: ServedModels, client: AdminClient) -> dict[str, Stat
     return found
 
 
-def _model(runtime: RuntimeClient, stats: Stats | None, view: bytes | None) -> dict[str, Any]:
-    ready, activity = runtime.ready, runtime.activity
-    token_s = activity.token_s
+def _model(
+    models: ServedModels, runtime: RuntimeClient, stats: Stats | None, view: bytes | None
+) -> dict[str, Any]:
+    described, activity = runtime.described, runtime.activity
+    residence, token_s = models.pool.model(runtime), activity.token_s
+    is_down = residence.is_loaded and runtime.ready is None
     return {
         "id": runtime.name,
-        "is_ready": ready is not None,
-        "reason": None if ready else runtime.supervisor.down_reason,
-        "context_tokens": ready.context_tokens if ready else None,
-        "modalities": list(ready.modalities) if ready else [],
-        "generates": ready is not None and not ready.dimensions and not ready.ranks,
+        "status": residence.status,
+        "loading": round(residence.fraction, 3) if residence.status == "loading" else None,
+        "reason": runtime.supervisor.down_reason if is_down else residence.failure,
+        "context_tokens": described.context_tokens if described else None,
+        "modalities": list(described.modalities) if described else [],
+        "generates": not models.is_embedder(runtime),
+        "memory_bytes": residence.used_bytes,
         "restarts": runtime.supervisor.restarts,
         "prefill_tokens_per_s": round(1 / token_s, 1) if token_s else None,
         "running": activity.running(view)[:SHOWN_TURNS],
