@@ -97,7 +97,7 @@ def test_usage_counts_prompt_tokens_and_cached_tokens(client: httpx.Client) -> N
     [
         ({"input": []}, "at least one input"),
         ({"input": [[]]}, "at least one"),
-        ({"input": ["a", 1]}, "`input` takes"),
+        ({"input": ["a", {}]}, "`input` takes"),
         ({"input": ["a"] * 2049}, "at most 2048 inputs"),
         ({"input": ["a", "the " * 130]}, "`input[1]` has 132 tokens; this model takes 128"),
         ({"input": [5, 10**6]}, "`input[0]` has token ids of another model"),

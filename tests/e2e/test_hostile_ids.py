@@ -176,6 +176,13 @@ def test_log_lines_of_the_runtime_have_the_request_id(server: Server) -> None:
     with client(server, KEY) as anna:
         answer = anna.post(CHAT, json=said("Hello."), headers={"X-Request-Id": "req-of-anna.1"})
     assert answer.headers["x-request-id"] == "req-of-anna.1"
-    lines = [line for line in server.log.read_text().splitlines() if "[req-of-anna.1]" in line]
+    deadline = time.monotonic() + 30  # the line is written after the response
+    while "POST /v1/chat/completions 200: prompt " not in (
+        log := "\n".join(
+            line for line in server.log.read_text().splitlines() if "[req-of-anna.1]" in line
+        )
+    ):
+        assert time.monotonic() < deadline, log
+        time.sleep(0.02)
+    lines = log.splitlines()
     assert any("FingerprintManager: registered new session" in line for line in lines)
-    assert any("POST /v1/chat/completions 200: prompt " in line for line in lines)

@@ -167,8 +167,8 @@ def test_a_model_folder_with_a_vision_part_is_its_own_projector(folder: Path) ->
         assert fetched(folder, **setting).mmproj == str(folder)
         assert fetched(folder, **setting).requires_vision is required
     assert fetched(folder, vlm=False).mmproj is None
-    assert fetched(folder, adapter=folder).mmproj is None  # adapters are for text
-    assert fetched(folder, adapter=folder, vlm=True).mmproj == str(folder)
+    assert fetched(folder, adapter=(str(folder),)).mmproj is None  # adapters are for text
+    assert fetched(folder, adapter=(str(folder),), vlm=True).mmproj == str(folder)
 
 
 def test_an_adapter_makes_a_different_model(folder: Path, model: Path, tmp_path: Path) -> None:

@@ -42,7 +42,8 @@ async def ready(request: Request) -> Response:
 
 
 def _answer(models: ServedModels, failing: tuple[ProblemCode, ...]) -> Response:
-    problems = [problem for runtime in models.all for problem in problems_of(runtime)]
+    # A model that is not loaded answers when a request has loaded it.
+    problems = [problem for each in models.all_loaded for problem in problems_of(each)]
     if not problems:
         return JsonResponse({"status": "ok"})
     body: dict[str, object] = {"status": "degraded", "problems": problems}

@@ -330,8 +330,10 @@ async def show_tree(request: Request, number: ModelNumber = None, limit: Branche
 
 
 @listing_router.get("/v1/cache/tree/{key}")
-async def show_branch(key: str, request: Request, model: str | None = None) -> BranchTextBody:
+async def show_branch(
+    key: str, request: Request, model: str | None = None, number: ModelNumber = None
+) -> BranchTextBody:
     """Show the text of a branch, as the model reads it. Other API keys' text is never shown."""
-    client, runtime = AdminClient.of_tenant(request), models_of(request).runtime(model)
+    client, runtime = AdminClient.of_tenant(request), models_of(request).runtime(model, number)
     shown = await client.request(runtime, ShowBranch(key), BranchText)
     return BranchTextBody(text=shown.text, is_complete=shown.is_complete)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import mlx.core as mx
@@ -72,9 +73,7 @@ def plan_memory(
 ) -> tuple[Capabilities, dict[KvType, int]]:
     """Describe the engine, and return the cells of each KV type. The budget is spent on the default
     type. Pools of other types hold at least one context."""
-    free = free_bytes(device)
-    if options.memory_bytes is not None:
-        free = min(free, options.memory_bytes)
+    free = min(free_bytes(device), options.memory_bytes or sys.maxsize)
     budget = int(options.kv_fraction * free)
     # Freed buffers that MLX keeps for reuse would otherwise grow to the peak of memory use.
     mx.set_cache_limit(budget // 16)
