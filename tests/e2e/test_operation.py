@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -148,7 +149,7 @@ def test_a_stopping_server_refuses_new_requests_and_ends_streams_at_the_second_s
             assert done == "data: [DONE]"
         assert server.process.wait(60) == 0
     log = server.log.read_text()
-    assert "waiting for 20 requests" in log
+    assert re.search("waiting for 2[01] requests", log)  # one may have asked for /health
     assert "Traceback" not in log
     assert " ERROR " not in log
 
