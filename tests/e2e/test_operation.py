@@ -142,6 +142,7 @@ def test_a_stopping_server_refuses_new_requests_and_ends_streams_at_the_second_s
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
         assert refused.headers["retry-after"]
         assert server.process.poll() is None, "it did not wait for its streams"
+        await_line(server, "Stopping: waiting for 2[01] requests")  # one may be for /health
         server.process.send_signal(signal.SIGTERM)
         for each in lines:
             *_, error, done = filter(None, each)
@@ -149,9 +150,16 @@ def test_a_stopping_server_refuses_new_requests_and_ends_streams_at_the_second_s
             assert done == "data: [DONE]"
         assert server.process.wait(60) == 0
     log = server.log.read_text()
-    assert re.search("waiting for 2[01] requests", log)  # one may have asked for /health
     assert "Traceback" not in log
     assert " ERROR " not in log
+
+
+def await_line(server: Server, pattern: str) -> None:
+    """Wait until the server's log has a line. It is written within a tenth of a second."""
+    deadline = time.monotonic() + 30
+    while not re.search(pattern, server.log.read_text()):
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.02)
 
 
 def await_refusal(server: Server) -> None:
