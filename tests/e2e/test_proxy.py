@@ -21,10 +21,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.rounds import LONG
 from tests.support.server import START_S, Server, free_port, running
 
 pytestmark = [
     pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed"),
+    pytest.mark.skipif(not LONG, reason="takes two minutes: `make stress`"),
     pytest.mark.long,
 ]
 HOST = "models.example"
