@@ -369,6 +369,21 @@ class Tiers(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
+def test_stored_state_of_a_pin_stays_until_the_checkpoint_that_replaces_it_is_stored() -> None:
+    state = ThreeTiers()
+    state.begin(blocks=2)
+    state.put(ROOT, (2, 0, 2), exact=False, resumes=False, write_back=WriteBack.SOON)
+    state.name(ROOT, (2,), ttl_s=None, pinned=True)
+    assert state.pins
+    state.break_down(errno.ENOSPC, ROOT, (2,), exact=False)  # a checkpoint that is never written
+    state.what_is_pinned_is_there_whole()
+    state.put(ROOT, (2,), exact=False, resumes=True, write_back=WriteBack.SOON)
+    state.store.retry()
+    state.flush()
+    state.what_is_pinned_is_there_whole()
+    state.teardown()
+
+
 def _path(block: Block) -> Ids:
     return tuple(token for each in reversed(list(chain(block))) for token in each.tokens)
 

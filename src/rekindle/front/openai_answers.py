@@ -355,7 +355,7 @@ class Response(TypedDict):
     id: str
     object: Literal["response"]
     created_at: int
-    completed_at: NotRequired[int]
+    completed_at: int | None
     status: str
     model: str
     output: list[dict[str, Any]]

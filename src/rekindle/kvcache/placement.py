@@ -37,6 +37,8 @@ class TieredTree:
         self.tiers = Tiers(tiers)
         self.counts = StoreCounts()
         self.is_loading = False  # conversations that need a block may be missing still
+        #: By the key of a block whose write is pending: stored siblings that it will replace.
+        self._replaced: dict[bytes, list[Block]] = {}
 
     def knows(self, block: Block) -> bool:
         return self.tree.get(block.key) is block
@@ -54,7 +56,8 @@ class TieredTree:
         self.cover(block)
 
     def cover(self, block: Block) -> None:
-        """Remove shorter tails that this block covers, and move conversations to it.
+        """Remove shorter tails that this block covers, and move conversations to it. Called when
+        the block is added, and when it is stored.
 
         A persistent tail stays until the block is stored. A pinned tail stays because it was
         promised, and a tail with a checkpoint stays because the block does not replace that.
@@ -75,18 +78,26 @@ class TieredTree:
 
         So far they end above it, or in a tail that it covers. If the block has a checkpoint, they
         may also end in a longer sibling. A sibling that no conversation uses any more is removed,
-        unless it is not known yet which conversations there are.
+        unless it is not known yet which conversations there are. A stored sibling stays until the
+        block is stored too: the write may fail.
         """
         above = block.parent
         assert above is not None
         longer = list(self.tree.longer(above.key, block.tokens)) if block.resumable else []
         longer = [sibling for sibling in longer if sibling.users]
+        is_pending = block.is_persistent and not block.stored
         siblings = [*shorter(block), *longer]
         beside = [handle for sibling in siblings for handle in sibling.handles]
         for handle in (*above.handles.along(block.tokens), *beside):
             self.tree.place(handle, above)
+        if not is_pending:
+            longer += self._replaced.pop(block.key, [])
         for sibling in longer:
-            if not (self.is_loading or self.tree.is_reached(sibling)):
+            if self.is_loading or not self.knows(sibling) or self.tree.is_reached(sibling):
+                continue
+            if is_pending and sibling.stored:
+                self._replaced.setdefault(block.key, []).append(sibling)
+            else:
                 self.drop(sibling)
 
     def remove(self, block: Block) -> None:
@@ -95,6 +106,7 @@ class TieredTree:
         assert above is not None
         for tier in self.tiers:
             tier.remove(block)
+        self._replaced.pop(block.key, None)
         self.tree.remove(block)
         for handle in block.handles:  # they now end above, or in a sibling that has their tokens
             self.tree.place(handle, above)
