@@ -64,6 +64,8 @@ interface Store {
   open: (id: string) => void;
   create: () => void;
   change: (conversation: Conversation) => void;
+  /** Change the latest state of a conversation, whatever has changed since it was shown. */
+  update: (id: string, changed: (latest: Conversation) => Conversation) => void;
   remove: (id: string) => void;
   removed: Conversation | null;
   restore: () => void;
@@ -74,6 +76,8 @@ function useConversations(model: string): Store {
   const [currentId, setCurrentId] = useState("");
   const [removed, setRemoved] = useState<Conversation | null>(null);
   const saving = useRef(new Map<string, number>());
+  const latest = useRef<Conversation[]>([]);
+  latest.current = all ?? [];
   useEffect(() => {
     void archive.readAll().then((found) => {
       const first = found[0] ?? newConversation(model);
@@ -82,10 +86,18 @@ function useConversations(model: string): Store {
     });
   }, []);
   const change = useCallback((conversation: Conversation) => {
+    latest.current = latest.current.map((each) => (each.id === conversation.id ? conversation : each));
     setAll((before) => [conversation, ...(before ?? []).filter((each) => each.id !== conversation.id)]
       .sort((one, other) => other.usedAt - one.usedAt));
     clearTimeout(saving.current.get(conversation.id));
     saving.current.set(conversation.id, setTimeout(() => void archive.write(conversation), SAVE_AFTER_MS));
+  }, []);
+  const update: Store["update"] = useCallback((id, changed) => {
+    const known = latest.current.find((each) => each.id === id);
+    if (!known) return;
+    const next = changed(known);
+    latest.current = latest.current.map((each) => (each.id === id ? next : each));
+    change(next);
   }, []);
   const create = useCallback(() => {
     const fresh = newConversation(model);
@@ -113,9 +125,9 @@ function useConversations(model: string): Store {
   const current = all?.find((each) => each.id === currentId) ?? null;
   const isNew = current?.model === "default" && model !== "default" && !current.leaf;
   useEffect(() => {
-    if (isNew) change({ ...current!, model });
+    if (isNew) update(current!.id, (latest) => (latest.leaf ? latest : { ...latest, model }));
   }, [isNew]);
-  return { all: all ?? [], current, open: setCurrentId, create, change, remove, removed, restore };
+  return { all: all ?? [], current, open: setCurrentId, create, change, update, remove, removed, restore };
 }
 
 function ConversationList({ store, isOpen, onClose }: { store: Store; isOpen: boolean; onClose: () => void }) {
@@ -277,7 +289,7 @@ function useTurn(store: Store, live: Live): Turn {
     const whole: Message = { ...reply, text: got?.text ?? "", ...more };
     if (got?.reasoning) whole.reasoning = got.reasoning;
     if (got?.calls.length) whole.calls = got.calls;
-    store.change(replace(add(conversation, reply), whole));
+    store.update(conversation.id, (latest) => replace(latest, whole));
   };
 
   const send = (conversation: Conversation, message: NewMessage, parent = conversation.leaf) => {
