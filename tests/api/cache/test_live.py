@@ -123,17 +123,18 @@ def test_a_model_that_does_not_answer_is_still_shown() -> None:
     assert model["cache"] is None
 
 
-def test_the_number_of_watchers_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_watchers_is_limited_for_each_tenant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MAX_WATCHERS", 2)
 
     async def check() -> None:
         watched = Watched()
-        watchers = [watched.watch(A), watched.watch(B)]
+        watchers = [watched.watch(A), watched.watch(A)]
         await asyncio.gather(*map(anext, watchers))
         with pytest.raises(TooManyRequests):
-            watched.feed.check_room()
+            watched.feed.check_room(A)
+        watched.feed.check_room(B)
         for watcher in watchers:
             await watcher.aclose()
-        watched.feed.check_room()
+        watched.feed.check_room(A)
 
     asyncio.run(check())

@@ -23,7 +23,6 @@ from starlette.responses import Response
 from rekindle.api.base.admin import AdminClient
 from rekindle.api.base.models import ServedModels, models_of
 from rekindle.errors import ServerError, TooManyRequests
-from rekindle.http.auth import caller_of
 from rekindle.http.responses import EventStream, SignOfLife, documented, sse_comment
 from rekindle.protocol.admin import GetStats, Stats
 from rekindle.worker.activity import Tally
@@ -32,7 +31,7 @@ from rekindle.worker.client import RuntimeClient
 LIVE_FEED = "live_feed"  # in the state of requests
 INTERVAL_S = 1.0
 STATS_INTERVAL_S = 5.0
-MAX_WATCHERS = 100
+MAX_WATCHERS = 20  # with the same rights, so that no tenant keeps others from watching
 SHOWN_TURNS = 50
 
 router = APIRouter(tags=["cache"])
@@ -65,7 +64,7 @@ class LiveFeed:
 
     async def watch(self, models: ServedModels, client: AdminClient) -> AsyncGenerator[bytes, None]:
         """Yield a snapshot whenever it has changed."""
-        view = None if client.is_admin else client.salt
+        view = _view_of(client)
         self._watchers[view] = self._watchers.get(view, 0) + 1
         sent = b""
         try:
@@ -78,11 +77,11 @@ class LiveFeed:
         finally:
             self._leave(view)
 
-    def check_room(self) -> None:
-        """Raise TooManyRequests if too many clients watch."""
-        if sum(self._watchers.values()) >= MAX_WATCHERS:
+    def check_room(self, client: AdminClient) -> None:
+        """Raise TooManyRequests if too many clients watch with the same rights."""
+        if self._watchers.get(_view_of(client), 0) >= MAX_WATCHERS:
             raise TooManyRequests(
-                f"{MAX_WATCHERS} clients already watch this server; close a console and try again"
+                f"{MAX_WATCHERS} clients already watch with this key; close a console and try again"
             )
 
     def _leave(self, view: bytes | None) -> None:
@@ -108,6 +107,11 @@ class LiveFeed:
             event = b"event: snapshot\ndata: " + orjson.dumps(snapshot) + b"\n\n"
             self._known[view] = _Known(now_s, event, stats, asked_s)
             return event
+
+
+def _view_of(client: AdminClient) -> bytes | None:
+    """The tenant whose turns a client may see, or None for an admin, who sees all."""
+    return None if client.is_admin else client.salt
 
 
 async def _stats_of(models: ServedModels, client: AdminClient) -> dict[str, Stats]:
@@ -169,8 +173,8 @@ async def watch(request: Request) -> Response:
     an admin key sees all. No event contains text of a conversation.
     """
     feed: LiveFeed = getattr(request.state, LIVE_FEED)
-    feed.check_room()
-    caller = caller_of(request)
-    chunks = feed.watch(models_of(request), AdminClient(caller.salt, caller.admin))
+    client = AdminClient.of(request)
+    feed.check_room(client)
+    chunks = feed.watch(models_of(request), client)
     sign = SignOfLife(3.0, lambda: sse_comment("no change"))
     return EventStream(chunks, lambda: None, sign_of_life=sign)
