@@ -69,6 +69,7 @@ def test_the_banner_says_what_is_served_where_and_what_to_try() -> None:
         "Engine: llama.cpp on the CPU with 2 threads, up to 16 requests at a time",
         "3 conversations found in the cache folder /var/lib/[kv]",
         "Serving on http://127.0.0.1:8080/v1. Stop with Ctrl-C.",
+        "Console: http://127.0.0.1:8080/",
         "Documentation: http://127.0.0.1:8080/docs",
         "Try it in another terminal:",
         '  rekindle chat "Why is the sky blue?"',

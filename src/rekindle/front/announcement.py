@@ -63,6 +63,7 @@ def _lines(
         return
     [url] = own
     yield f"Serving on [bold]{url}/v1[/]. Stop with Ctrl-C."
+    yield f"Console: {url}/"
     yield f"Documentation: {url}/docs"
     if on_request or any(not ready.dimensions for ready in loaded):
         yield "Try it in another terminal:"
