@@ -49,7 +49,7 @@ from tests.api.scripted import (
     reply,
 )
 from tests.support.rounds import rounds
-from tests.support.server import Server, running
+from tests.support.server import Server, free_port, running
 from tests.support.tiny import write_llama
 
 CHROMIUM = next(
@@ -510,3 +510,20 @@ def test_an_open_page_survives_the_death_of_the_model(visit: Visit, server: Serv
     restarts = page.locator(".figure", has_text="Restarts").locator("p")
     expect(restarts).to_have_text("1", timeout=60_000)
     expect(page.get_by_text("All models answer.")).to_be_visible()
+
+
+@pytest.mark.long
+def test_an_open_page_survives_a_restart_of_the_server(
+    visit: Visit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    monkeypatch.setattr("tests.support.server.free_port", lambda: port)
+    model = write_llama(tmp_path / "tiny.gguf", context=2048)
+    with running(model, tmp_path, "--threads", "1") as first:
+        page = visit(first.url).go("live")
+        expect(page.get_by_text("All models answer.")).to_be_visible()
+    expect(page.get_by_text("The server does not answer.")).to_be_visible()
+    with running(model, tmp_path, "--threads", "1"):
+        expect(page.get_by_text("The server does not answer.")).to_be_hidden()
+        expect(page.get_by_text("All models answer.")).to_be_visible()
+        page.context.close()
